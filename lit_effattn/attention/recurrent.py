@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from lit_effattn.attention.base import Attention
 from lit_effattn.attention.kv_cache import newest
 from lit_effattn.checks import at_least
+from lit_effattn.ops.convolution import short_convolution
 from lit_effattn.ops.gated_linear.pytorch import gated_linear_attention, gated_linear_step, gated_linear_weights
 from lit_effattn.sequence import (
     State,
@@ -303,15 +304,12 @@ class ShortConvolution(nn.Module):
         Returns:
             y (B, N, C), and the newest K − 1 inputs after the last valid position, in the type of `recent`.
         """
-        n, k = x.size(1), self.size
-        joined = torch.cat([recent.to(x.dtype), x], 1)  # (B, K − 1 + N, C)
-        weight = self.weight.to(x.dtype)
-        y = joined[:, k - 1 :] * weight[0]
-        for j in range(1, k):
-            y = torch.addcmul(y, joined[:, k - 1 - j : k - 1 - j + n], weight[j])
-        if self.bias is not None:
-            y = y + self.bias.to(x.dtype)
-        newest_inputs = joined[:, n:].clone() if lengths is None else newest(joined, lengths + k - 1, k - 1, dim=1)
+        bias = None if self.bias is None else self.bias.to(x.dtype)
+        before = recent.to(x.dtype)
+        y, newest_inputs = short_convolution(x, before, self.weight.to(x.dtype), bias)
+        if lengths is not None:
+            k = self.size - 1
+            newest_inputs = newest(torch.cat([before, x], 1), lengths + k, k, dim=1)
         return y, newest_inputs.to(recent.dtype)
 
     def extra_repr(self) -> str:

@@ -36,6 +36,7 @@ def export(args: list[str]) -> None:
         saved=read_outline(checkpoint),
         dtype=given.dtype,
         normalize=given.normalize,
+        operators=given.operators,
     )
     print(f"{given.format}: {short(done.path)}")
     if done.checked:
@@ -44,6 +45,8 @@ def export(args: list[str]) -> None:
             f"{done.checked:,} {done.unit}s compared with PyTorch: largest difference {done.difference:.1e}; {program} "
             f"takes {1e3 * done.seconds:.2f} ms a {done.unit}, the model {1e3 * done.seconds_here:.2f} ms"
         )
+    if done.prompt_seconds is not None:
+        print(f"all but the last in one call, as a prompt, compared too: {1e3 * done.prompt_seconds:.2f} ms")
 
 
 def _target(checkpoint: Path, root: Path, format: str) -> Path:

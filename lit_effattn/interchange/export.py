@@ -1,7 +1,8 @@
 """Export a trained model: a streaming step as ONNX or by `torch.export`, or the weights only.
 
 The step reads one token of each row, or the sound of one frame, and a state. It returns log-probabilities and the next
-state: see `steps`. A program that runs the step carries the state. All shapes are fixed.
+state: see `steps`. A program that runs the step carries the state. All shapes are fixed, except that the operators of
+`onnx_operators` read any number of tokens.
 """
 
 from __future__ import annotations
@@ -33,8 +34,10 @@ from lit_effattn.checkpoints.weights_files import write_weights_file
 from lit_effattn.checks import at_least
 from lit_effattn.datamodules.text.tokenizers import Tokenizer
 from lit_effattn.hparams import spec
+from lit_effattn.interchange import onnx_operators
 from lit_effattn.interchange.steps import SpeechStep, Step, TokenStep, with_tensors
 from lit_effattn.ops.runtime.differences import largest, largest_difference
+from lit_effattn.ops.runtime.operators import kept
 from lit_effattn.sequence import State, donated, map_tensors, tensors
 from lit_effattn.tasks import LanguageModel, PixelModel, SpeechRecognizer
 from lit_effattn.tasks.base import Task
@@ -71,6 +74,7 @@ class Exported(NamedTuple):
         difference: The largest difference of a log-probability.
         seconds: Median time of the file per step: by onnxruntime, or by PyTorch from the loaded program.
         seconds_here: Median time of the model in PyTorch per step, as `generate` runs it.
+        prompt_seconds: Time of the file for all checked tokens but the last in one call; None if it reads one.
     """
 
     path: Path
@@ -79,6 +83,7 @@ class Exported(NamedTuple):
     difference: float = 0.0
     seconds: float = 0.0
     seconds_here: float = 0.0
+    prompt_seconds: float | None = None
 
 
 def export(
@@ -93,6 +98,7 @@ def export(
     saved: Mapping[str, Any] | None = None,
     dtype: str | None = None,
     normalize: str | None = None,
+    operators: str = onnx_operators.DEFAULT,
 ) -> Exported:
     """Export a model to a file. If that fails, no file is written.
 
@@ -111,6 +117,8 @@ def export(
         dtype: safetensors: type of the floating-point weights, one of `DTYPES`. Default: as they are.
         normalize: "running": the step of a recogniser normalises by the statistics of the sound so far. Default: as in
             training.
+        operators: onnx: one of `onnx_operators.OPERATORS`. All but the default need a model of tokens whose attention
+            is `LinearAttention` or of a kind of `RecurrentAttention`.
 
     Raises:
         FileExistsError: If `target` exists and `overwrite` is False.
@@ -124,6 +132,10 @@ def export(
     missing = [name for name in _PACKAGES[format] if find_spec(name) is None]
     if missing:
         raise ValueError(f"format={format} needs {', '.join(missing)}: pip install 'lit-effattn[export]'")
+    prompts = operators != onnx_operators.DEFAULT
+    if operators not in onnx_operators.OPERATORS or (prompts and format != "onnx"):
+        choices = ", ".join(onnx_operators.OPERATORS)
+        raise ValueError(f"operators={operators!r} must be one of {choices}, and format onnx, not {format}")
     task.eval()
     if normalize is not None and (format == "safetensors" or not isinstance(task, SpeechRecognizer) or saved is None):
         raise ValueError(
@@ -150,21 +162,26 @@ def export(
         if isinstance(task, SpeechRecognizer):
             check_causal(task)
             features = None if saved is None else stream_features(saved, "the checkpoint", normalize)
+            if prompts:
+                raise ValueError(f"operators={operators} is for LanguageModel and PixelModel; leave it out")
             step: Step = SpeechStep(task, batch_size, length, features)
         else:
             step = TokenStep(task, task.backbone.initial_state(batch_size, max_len=length))
         step.eval()
+        if prompts:
+            kinds = [m for m in task.backbone.modules() if isinstance(m, Attention)]
+            onnx_operators.check_operators(operators, kinds)
         size = sum(t.numel() * t.element_size() for t in step.state_dict().values())
         if format == "onnx" and size > _MOST_BYTES:
             raise ValueError(f"the model has {size / 1e9:.1f} GB, but an ONNX file at most 2 GB; use format=torch")
         longest = n_positions(task.backbone) if length is None else length
         about = _metadata(task, step.empty, batch_size, longest) | _metadata_of_task(task, features)
+        about |= {"operators": operators} if format == "onnx" else {}
         text = json.dumps(about, ensure_ascii=False)
-        write = _write_onnx if format == "onnx" else _write_torch
         with whole(target) as part:
             with _conversion(step, format):
-                run = write(step, text, part)
-            exported = _checked(run, step, check if longest is None else min(check, longest))
+                run = _write_onnx(step, text, part, operators) if format == "onnx" else _write_torch(step, text, part)
+            exported = _checked(run, step, check if longest is None else min(check, longest), prompts=prompts)
         return exported._replace(path=target)
     finally:
         task.on_validation_end()
@@ -290,10 +307,10 @@ _Run = Callable[[tuple[Tensor, ...], list[Any]], tuple[Any, list[Any]]]
 """Maps the inputs of a step and the tensors of a state to log-probabilities and the tensors of the next state."""
 
 
-def _write_onnx(step: Step, metadata: str, path: Path) -> _Run:
-    names = state_names(step.empty)
+def _write_onnx(step: Step, metadata: str, path: Path, operators: str) -> _Run:
+    names, prompts = state_names(step.empty), operators != onnx_operators.DEFAULT
     program = torch.onnx.export(
-        _program(step),
+        _program(step, prompts=prompts),
         dynamo=True,
         verbose=False,
         input_names=[*step.inputs, *names],
@@ -303,10 +320,17 @@ def _write_onnx(step: Step, metadata: str, path: Path) -> _Run:
             torch.ops.aten.cos.default: _cos,
             torch.ops.aten.sort.stable: _stable_sort,
             torch.ops.aten.searchsorted.Tensor: _search_sorted,
+            **(onnx_operators.translations() if prompts else {}),
         },
+        opset_version=onnx_operators.REGISTERED if prompts else None,
     )
     assert program is not None
     _optimise(program.model)
+    if prompts:
+        onnx_operators.shorten(program.model)
+        _optimise(program.model)
+    if operators == "opset27":
+        onnx_operators.use_opset(program.model)
     program.model.metadata_props[METADATA] = metadata
     program.save(path)
     return _onnx_run(path, [*step.inputs, *names])
@@ -402,9 +426,16 @@ def _write_torch(step: Step, metadata: str, path: Path) -> _Run:
     return run
 
 
-def _program(step: Step) -> torch.export.ExportedProgram:
+def _program(step: Step, *, prompts: bool = False) -> torch.export.ExportedProgram:
+    """Return the program. With `prompts` it reads any number of tokens, and keeps our operators."""
+    inputs, state = tuple(step.inputs.values()), tuple(tensors(step.empty))
     with torch.no_grad():
-        return torch.export.export(step, (*step.inputs.values(), *tensors(step.empty)), strict=False)
+        if not prompts:
+            return torch.export.export(step, (*inputs, *state), strict=False)
+        shapes: tuple[Any, ...] = ({1: torch.export.Dim("n_tokens")}, tuple({} for _ in state))
+        with kept():  # of 2 tokens, since the sizes 0 and 1 are taken as fixed
+            tokens = torch.cat([*inputs, *inputs], 1)
+            return torch.export.export(step, (tokens, *state), dynamic_shapes=shapes, strict=False)
 
 
 @contextmanager
@@ -444,8 +475,10 @@ def _reason(error: BaseException) -> str:
 # ------------------------------------------------------------------------------------------------------------- checked
 
 
-def _checked(run: _Run, step: Step, n: int) -> Exported:
+def _checked(run: _Run, step: Step, n: int, *, prompts: bool = False) -> Exported:
     """Compare a file with the model on `n` random inputs in turn, each of the two with its own state.
+
+    With `prompts` all inputs but the last are also read in one call, and the last in another.
 
     Raises:
         ValueError: If they differ, or a log-probability is not finite.
@@ -455,7 +488,20 @@ def _checked(run: _Run, step: Step, n: int) -> Exported:
     exported_state: list[Any] = list(tensors(step.empty))
     state = map_tensors(torch.clone, step.empty)
     differences, seconds, seconds_here = [], [], []
-    for i, inputs in enumerate(step.draw(n, torch.Generator().manual_seed(0))):
+    results: list[Tensor] = []  # the last two expected ones
+    drawn = list(step.draw(n, torch.Generator().manual_seed(0)))
+
+    def compare(log_probs: Tensor, expected: Tensor, where: str) -> None:
+        for name, values in (("model", expected), ("exported step", log_probs)):
+            if not values.isfinite().all():
+                raise ValueError(f"the {name}'s log-probabilities after {where} are not finite; nothing was written")
+        differences.append(largest_difference([log_probs], [expected]))
+        if differences[-1] > EQUAL:
+            raise ValueError(
+                f"the exported step differs by {differences[-1]:.1e} from PyTorch's after {where}; nothing was written"
+            )
+
+    for i, inputs in enumerate(drawn):
         start = time.perf_counter()
         log_probs, exported_state = run(inputs, exported_state)
         middle = time.perf_counter()
@@ -464,15 +510,14 @@ def _checked(run: _Run, step: Step, n: int) -> Exported:
         seconds.append(middle - start)
         seconds_here.append(time.perf_counter() - middle)
         state = with_tensors(state, after)
-        for name, values in (("model", expected), ("exported step", log_probs)):
-            if not values.isfinite().all():
-                raise ValueError(
-                    f"the {name}'s log-probabilities after {step.unit} {i} are not finite; nothing was written"
-                )
-        differences.append(largest_difference([log_probs], [expected]))
-        if differences[-1] > EQUAL:
-            raise ValueError(
-                f"the exported step differs by {differences[-1]:.1e} from PyTorch's after {step.unit} {i}; nothing was "
-                "written"
-            )
-    return Exported(Path(), step.unit, n, largest(differences), median(seconds), median(seconds_here))
+        compare(log_probs, expected, f"{step.unit} {i}")
+        results = [*results[-1:], expected]
+    prompt_seconds = None
+    if prompts and n > 1:
+        prompt = torch.cat([tokens for (tokens,) in drawn[:-1]], 1)  # (B, n − 1)
+        start = time.perf_counter()
+        log_probs, exported_state = run((prompt,), list(tensors(step.empty)))
+        prompt_seconds = time.perf_counter() - start
+        compare(log_probs, results[0], f"a prompt of {n - 1} tokens")
+        compare(run(drawn[-1], exported_state)[0], results[1], f"a token after a prompt of {n - 1} tokens")
+    return Exported(Path(), step.unit, n, largest(differences), median(seconds), median(seconds_here), prompt_seconds)

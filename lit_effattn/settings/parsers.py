@@ -165,6 +165,14 @@ def export() -> argparse.ArgumentParser:
         help="running: the step of a recogniser normalises by mean and variance of the sound so far, for one that was "
         "trained with normalize: utterance or speaker. Default: as in training.",
     )
+    made.add_argument(
+        "--operators",
+        choices=["opset18", "opset27", "onnxruntime"],
+        default="opset18",
+        help="onnx: opset18, which every runtime has. opset27: LinearAttention and CausalConvWithState, so the file "
+        "is smaller and reads prompts, for linear attention and the kinds with decay or the delta rule. "
+        "onnxruntime: the same two of its domain com.microsoft, for which it has kernels. Default: opset18.",
+    )
     made.add_argument("--overwrite", action="store_true", help="Replace an existing file.")
     add_root(made)
     add_trust(made)

@@ -11,6 +11,7 @@ from lit_effattn.analysis.tables import FORMATS
 from lit_effattn.cli import CONVERT, TOOLS
 from lit_effattn.datamodules.text.tokenizers import KINDS
 from lit_effattn.interchange import export
+from lit_effattn.interchange.onnx_operators import OPERATORS
 from lit_effattn.settings import parsers
 
 SLOW = {"torch", "lightning", "numpy"}
@@ -27,6 +28,7 @@ def option(parser: argparse.ArgumentParser, name: str) -> argparse.Action:
         (parsers.compare, "format", FORMATS),
         (parsers.export, "format", export.SUFFIXES),
         (parsers.export, "dtype", export.DTYPES),
+        (parsers.export, "operators", OPERATORS),
         (parsers.prepare, "tokens", KINDS),
     ],
 )

@@ -31,7 +31,7 @@ from torch import Tensor
 
 from lit_effattn.ops.gated_linear import cpp_kernels
 from lit_effattn.ops.runtime import selection
-from lit_effattn.ops.runtime.operators import Operator
+from lit_effattn.ops.runtime.operators import Operator, keeps
 from lit_effattn.sequence import valid_positions
 
 WHAT = "linear attention with decay or the delta rule"
@@ -75,7 +75,7 @@ def gated_linear_attention(
         NotImplementedError: On the CPU, if the gradient is differentiated; `plain_gated_linear_attention` supports
             that.
     """
-    if q.device.type != "cpu" or torch.compiler.is_exporting():
+    if q.device.type != "cpu" or (torch.compiler.is_exporting() and not keeps()):
         return plain_gated_linear_attention(
             q, k, v, state, log_decay=log_decay, beta=beta, lengths=lengths, chunk_size=chunk_size
         )
@@ -176,7 +176,7 @@ def _by_position(log_decay: Tensor | None, q: Tensor) -> Tensor | None:
         log_decay = log_decay[:, None]  # (H,) -> (H, 1)
     if log_decay.dim() < 4:
         log_decay = log_decay[..., None]
-    return log_decay.expand(*q.shape[:3], -1)
+    return log_decay if log_decay.shape[:3] == q.shape[:3] else log_decay.expand(*q.shape[:3], -1)
 
 
 def _masked(

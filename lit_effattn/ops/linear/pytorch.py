@@ -10,9 +10,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from lit_effattn.ops.gated_linear.pytorch import gated_linear_attention
 from lit_effattn.ops.linear import cpp_kernels
 from lit_effattn.ops.runtime import selection
-from lit_effattn.ops.runtime.operators import Operator
+from lit_effattn.ops.runtime.operators import Operator, keeps
 
 WHAT = "linear attention"
 """Name of the operation in messages."""
@@ -78,6 +79,8 @@ def causal_linear_attention(
         NotImplementedError: On the CPU, if the gradient is differentiated; `plain_causal_linear_attention` supports
             that.
     """
+    if keeps():
+        return _as_gated_linear(q, k, v, s, z, eps)
     if q.device.type != "cpu" or torch.compiler.is_exporting():
         return plain_causal_linear_attention(q, k, v, s, z, chunk_size=chunk_size, eps=eps)
     out, s, z, _ = _OPERATOR(q, k, v, s, z, chunk_size, eps)
@@ -104,6 +107,15 @@ def plain_causal_linear_attention(
     out = _quotient(numerator, denominator, eps)
     # Copies: views would keep the sums of every chunk in memory as long as the state exists.
     return out.flatten(2, 3)[:, :, :n], s[:, :, -1].clone(), z[:, :, -1].clone()
+
+
+def _as_gated_linear(
+    q: Tensor, k: Tensor, v: Tensor, s: Tensor, z: Tensor, eps: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Compute `causal_linear_attention` by an operator without a division: a value of 1 more sums the keys."""
+    v, state = F.pad(v, (0, 1), value=1.0), torch.cat([s, z[..., None]], -1)  # (B, H, N, D + 1), (B, H, F, D + 1)
+    out, state = gated_linear_attention(q, k, v, state)
+    return _quotient(out[..., :-1], out[..., -1:], eps), state[..., :-1], state[..., -1]
 
 
 def linear_attention_step(

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from importlib import import_module
 from typing import Any
 
@@ -12,6 +13,27 @@ from torch import Tensor
 from lit_effattn.ops.runtime.selection import interpreted, on_device
 
 _PLAIN = (Tensor, torch.nn.Parameter)
+
+_kept = False
+
+
+@contextmanager
+def kept() -> Iterator[None]:
+    """Within the context, programs of `torch.export` keep the operators for which ONNX has one too.
+
+    Otherwise they consist of PyTorch's own operators, which any program can run.
+    """
+    global _kept
+    before, _kept = _kept, True
+    try:
+        yield
+    finally:
+        _kept = before
+
+
+def keeps() -> bool:
+    """Return whether a program is being exported that keeps its operators: see `kept`."""
+    return _kept and torch.compiler.is_exporting()
 
 
 class Operator:

@@ -37,7 +37,7 @@ N_TOKENS = 1000
 IMAGE = (20, 25, 2)  # as many dimensions
 
 
-def _language_model(kind: Any, **options: Any) -> LanguageModel:
+def language_model(kind: Any, **options: Any) -> LanguageModel:
     options = {"positions": "auto", "init": "xavier"} | options
     return LanguageModel(Transformer(16, 2, 1, attention=kind, **options), 257, unit="byte", embedding_std=1.0)
 
@@ -55,7 +55,7 @@ def _kind(name: str, cls: type, common: dict[str, Any], *variants: dict[str, Any
     made = {}
     for options in ({}, *variants):
         text = ", ".join(f"{option}={_text(value)}" for option, value in options.items())
-        made[f"{name}, {text}" if text else name] = partial(_language_model, partial(cls, **(common | options)))
+        made[f"{name}, {text}" if text else name] = partial(language_model, partial(cls, **(common | options)))
     return made
 
 
@@ -170,28 +170,28 @@ CASES: dict[str, Callable[[], LanguageModel | PixelModel]] = {
     ),
     "LSTM": _lstm,
     "linear, learned positions": partial(
-        _language_model, LinearAttention, positions=partial(LearnedPositions, max_len=N_TOKENS)
+        language_model, LinearAttention, positions=partial(LearnedPositions, max_len=N_TOKENS)
     ),
     "softmax, learned positions": partial(
-        _language_model, SoftmaxAttention, positions=partial(LearnedPositions, max_len=N_TOKENS)
+        language_model, SoftmaxAttention, positions=partial(LearnedPositions, max_len=N_TOKENS)
     ),
     "softmax, window=7, learned positions of a period": partial(
-        _language_model, partial(SoftmaxAttention, window=7), positions=partial(LearnedPositions, max_len=7, period=7)
+        language_model, partial(SoftmaxAttention, window=7), positions=partial(LearnedPositions, max_len=7, period=7)
     ),
     "linear, sinusoidal positions, norm=post": partial(
-        _language_model, LinearAttention, positions=SinusoidalPositions, norm="post"
+        language_model, LinearAttention, positions=SinusoidalPositions, norm="post"
     ),
     "linear, norm_kind=rms, activation=swiglu": partial(
-        _language_model, LinearAttention, norm_kind="rms", activation="swiglu"
+        language_model, LinearAttention, norm_kind="rms", activation="swiglu"
     ),
     "linear, positions concatenated": partial(
-        _language_model, LinearAttention, positions=SinusoidalPositions, position_width=4
+        language_model, LinearAttention, positions=SinusoidalPositions, position_width=4
     ),
     "Transformer-XL, norm_memory=True": partial(
-        _language_model, partial(TransformerXLAttention, mem_len=7), norm_memory=True
+        language_model, partial(TransformerXLAttention, mem_len=7), norm_memory=True
     ),
     "∞-former, norm_signal=False, norm_memory=True": partial(
-        _language_model,
+        language_model,
         partial(
             InfiniteAttention,
             mem_len=6,

@@ -19,8 +19,11 @@ from tests.support.commands import REPOSITORY
 PAGE = REPOSITORY / "docs/export.md"
 WRITES = bool(os.environ.get("WRITE_EXPORT_TABLE"))
 
-COLUMNS = {"onnx": 1, "torch": 2}
-HEAD = "| kind and options | `onnx`: largest difference | `torch`: largest difference |\n|---|---|---|\n"
+COLUMNS = {"onnx": 1, "torch": 2, "opset27": 3, "onnxruntime": 4}
+HEAD = (
+    "| kind and options | `onnx`: largest difference | `torch` | `onnx`, `--operators opset27` | "
+    "`onnx`, `--operators onnxruntime` |\n|---|---|---|---|---|\n"
+)
 _TABLE = re.compile(re.escape(HEAD) + r"((?:\|.*\|\n)*)")
 _ROUNDING = 1e-6  # differences below are the same for a reader, and not the same on all machines
 _EXPONENT = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
@@ -46,7 +49,7 @@ def check(name: str, format: str, difference: float) -> None:
 def _write(name: str, format: str, difference: float) -> None:
     """Write a figure, and bring the rows into the order of the cases. Several processes of pytest may do so at once."""
     with FileLock(Path(tempfile.gettempdir(), "export-table.lock")), whole(PAGE) as part:
-        table = {case: rows().get(case, [case, "", ""]) for case in CASES}
+        table = {case: rows().get(case, [case, *[""] * len(COLUMNS)]) for case in CASES}
         table[name][COLUMNS[format]] = _cell(difference)
         lines = "".join(f"| {' | '.join(row)} |\n" for row in table.values())
         text = PAGE.read_text(encoding="utf-8")

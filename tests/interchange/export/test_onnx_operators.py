@@ -1,0 +1,134 @@
+"""With ONNX's operators for the recurrence, a file reads prompts and steps as the model does, and is small."""
+
+import re
+from collections import Counter
+from importlib.util import find_spec
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from lit_effattn import SpeechRecognizer, Transformer
+from lit_effattn.attention import GatedDeltaNetAttention, LinearAttention
+from lit_effattn.datamodules.text.tokenizers import ByteTokenizer
+from lit_effattn.interchange.export import export
+from lit_effattn.interchange.onnx_operators import OPERATORS
+from tests.interchange.export import table
+from tests.interchange.export.cases import CASES, N_TOKENS, build, language_model
+from tests.interchange.export.exporting import exported
+from tests.interchange.export.test_onnx import OLD_RUNTIME
+
+onnx = pytest.importorskip("onnx")
+if find_spec("onnxruntime") is None or find_spec("onnxscript") is None:
+    pytest.skip("needs onnxruntime and onnxscript", allow_module_level=True)
+if OLD_RUNTIME:
+    pytest.skip("onnxruntime 1.23 has neither the operators nor opset 27", allow_module_level=True)
+
+KINDS = ("linear", "retention", "gated linear", "Mamba-2", "DeltaNet", "Gated DeltaNet", "Kimi Delta")
+NAMES = [name for name in CASES if name.split(",")[0] in KINDS]
+
+
+@pytest.mark.parametrize(("name", "operators"), [("linear", "opset27"), ("Kimi Delta", "onnxruntime")])
+def test_prompts_and_steps_are_the_model_s(name, operators, tmp_path):
+    """A prompt, a token and another prompt, each from the state before, against one pass of the model."""
+    import onnxruntime
+
+    model, path = build(name), tmp_path / "a.onnx"
+    done = export(model, path, format="onnx", batch_size=2, check=60, operators=operators)
+    assert done.checked == 60
+    assert done.difference < 1e-5
+    assert done.prompt_seconds
+    session = onnxruntime.InferenceSession(path)
+    names = [i.name for i in session.get_inputs()]
+    state = [np.zeros(i.shape, np.int64 if "int" in i.type else np.float32) for i in session.get_inputs()[1:]]
+    tokens = torch.randint(0, 257, (2, 150), generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        y, _ = model.backbone(model.embedding(tokens))
+        expected = model.head.log_probs(y)
+    start = 0
+    for stop in (70, 71, 150):
+        log_probs, *state = session.run(None, dict(zip(names, [tokens[:, start:stop].numpy(), *state], strict=True)))
+        assert np.abs(log_probs - expected[:, stop - 1].numpy()).max() < 1e-5
+        start = stop
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("operators", OPERATORS[1:])
+@pytest.mark.parametrize("name", NAMES)
+def test_every_option_streams_as_the_model_does(name, operators):
+    done = [exported(name, "onnx", batch_size, operators=operators) for batch_size in (1, 2)]
+    assert [d.checked for d in done] == [N_TOKENS] * 2
+    table.check(name, operators, max(d.difference for d in done))
+
+
+def nodes(name: str, operators: str, folder: Path) -> list:
+    path = folder / f"{operators}.onnx"
+    export(build(name), path, format="onnx", check=1, operators=operators)
+    return [*onnx.load(path).graph.node]
+
+
+def test_a_layer_is_one_operator_and_its_convolution_another(tmp_path):
+    graphs = {operators: nodes("Gated DeltaNet", operators, tmp_path) for operators in OPERATORS}
+    for operators, domain in (("opset27", ""), ("onnxruntime", "com.microsoft")):
+        ours = {
+            n.op_type: n.domain for n in graphs[operators] if n.op_type in ("LinearAttention", "CausalConvWithState")
+        }
+        assert ours == dict.fromkeys(("CausalConvWithState", "LinearAttention"), domain)
+        counts = Counter(n.op_type for n in graphs[operators])
+        assert counts["LinearAttention"] == counts["CausalConvWithState"] == 1
+        assert not counts.keys() & {"Scan", "Loop", "If", "CumSum"}
+        assert len(graphs[operators]) < 0.75 * len(graphs["opset18"])
+    imports = {o.domain: o.version for o in onnx.load(tmp_path / "opset27.onnx").opset_import}
+    assert imports == {"": 27}
+
+
+def test_the_page_reads_a_prompt_in_one_call(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    model = build("Gated DeltaNet, n_qk_heads=1")
+    model.tokenizer = ByteTokenizer().to_json()
+    export(model, tmp_path / "best.onnx", format="onnx", operators="onnxruntime")
+    page = table.PAGE.read_text(encoding="utf-8")
+    code = re.findall(r"^```py\n(.*?)^```$", page, re.M | re.S)[0]
+    call = re.search(r"`(log_probs, state = step\(\[.*?)` takes the place of the first loop", page)[1]
+    code, n = re.subn(r"for token in .*PROMPT.*\n.*\n", f"{call}\n", code)
+    assert n == 1
+    exec(code.replace('"def ", 200, 0.8', '"def ", 30, 1e-5'), names := {})
+    expected = model.sample(torch.tensor([[256, *b"def "]]), 30, temperature=0)[0].tolist()
+    assert names["drawn"] == expected
+    assert len(set(expected)) > 3
+
+
+def speech() -> SpeechRecognizer:
+    return SpeechRecognizer(Transformer(8, 2, 1, attention=LinearAttention), 10, [*"abc"])
+
+
+@pytest.mark.parametrize(
+    ("model", "options", "message"),
+    [
+        (lambda: build("LSTM"), {}, "operators=opset27 is for .*, not for a model without attention; leave it out"),
+        (lambda: build("performer"), {}, "operators=opset27 is for .*, not for PerformerAttention; leave it out"),
+        (speech, {}, "operators=opset27 is for LanguageModel and PixelModel; leave it out"),
+        (lambda: build("linear"), {"format": "torch"}, "operators='opset27' must be .* and format onnx, not torch"),
+        (
+            lambda: build("linear"),
+            {"operators": "opset26"},
+            "operators='opset26' must be one of opset18, opset27,",
+        ),
+    ],
+)
+def test_what_they_do_not_express_is_rejected(model, options, message, tmp_path):
+    with pytest.raises(ValueError, match=message):
+        export(model(), tmp_path / "a.onnx", **({"format": "onnx", "operators": "opset27"} | options))
+    assert not [*tmp_path.iterdir()]
+
+
+def test_a_kind_of_one_s_own(tmp_path):
+    """A kind of one's own, whose queries and values differ in width, with β up to 2."""
+
+    class Own(GatedDeltaNetAttention):
+        def __init__(self, d_model, n_heads, causal=True):
+            super().__init__(d_model, n_heads, causal, qk_dim=3, head_dim=5, beta_max=2.0)
+
+    done = export(language_model(Own).eval(), tmp_path / "a.onnx", format="onnx", operators="onnxruntime")
+    assert done.difference < 1e-5

@@ -10,13 +10,13 @@ from lit_effattn.attention.recurrent import GatedNorm, Gates, RecurrentAttention
 class DeltaNetAttention(RecurrentAttention):
     """Linear attention with the delta rule: the state forgets what it has for a key when the key comes again.
 
-        S_t = S_{t−1} + β_t k_t (v_t − S_{t−1}ᵀ k_t)ᵀ,  y_t = W_o norm(S_tᵀ q_t)       Yang et al. 2024a, section 2.2
-        q, k = unit(SiLU(conv(W x))),  v = SiLU(conv(W_v x)),  β = beta_max · σ(W_β x)                  section 3.3
+        S_t = S_{t−1} + β_t k_t (v_t − S_{t−1}ᵀ k_t)ᵀ,  y_t = W_o norm(S_tᵀ q_t)                       Yang et al. 2024a
+        q, k = unit(SiLU(conv(W x))),  v = SiLU(conv(W_v x)),  β = beta_max · σ(W_β x)
 
     (arXiv 2406.06484.) A step of gradient descent on ½ ‖Sᵀ k_t − v_t‖² with rate β_t. `unit` is x / √(‖x‖² + 10⁻⁶),
     `conv` a causal convolution of each channel, and `norm` RMSNorm of each head. A factor I − β k kᵀ has an eigenvalue
     of 1 − β. With β in (0, 1) it is positive; with `beta_max=2` it may be negative, and the layer can count modulo 2
-    (Grazzi et al. 2024, arXiv 2411.12537, section 4).
+    (Grazzi et al. 2024, arXiv 2411.12537).
 
     Time O(N (C + D) D H) with chunks of C positions; state: a matrix D × D for each head, and K − 1 inputs of the
     convolution. Splitting a stream changes nothing: the memory reaches back to the start. Not causal: see

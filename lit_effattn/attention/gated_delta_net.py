@@ -10,8 +10,8 @@ from lit_effattn.attention.recurrent import GatedNorm, Gates, RecurrentAttention
 class GatedDeltaNetAttention(RecurrentAttention):
     """The delta rule, and a decay α for each head and position that can clear the state at once.
 
-        S_t = α_t S_{t−1} + β_t k_t (v_t − α_t S_{t−1}ᵀ k_t)ᵀ                     Yang et al. 2024b, equation 10
-        y_t = W_o (norm(S_tᵀ q_t) ⊙ SiLU(W_z x_t)),  α = exp(−a softplus(W_α x + b))               section 3.4
+        S_t = α_t S_{t−1} + β_t k_t (v_t − α_t S_{t−1}ᵀ k_t)ᵀ                                          Yang et al. 2024b
+        y_t = W_o (norm(S_tᵀ q_t) ⊙ SiLU(W_z x_t)),  α = exp(−a softplus(W_α x + b))
 
     (arXiv 2412.06464.) q, k, v, β and the norm are those of `DeltaNetAttention`, and α is that of Mamba-2, with a and b
     learned for each head. Qwen3-Next, Qwen3.5 and OLMo Hybrid have this layer, with queries scaled by D_qk^(−½), which

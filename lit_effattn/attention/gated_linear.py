@@ -15,8 +15,8 @@ from lit_effattn.sequence import accumulator
 class GatedLinearAttention(RecurrentAttention):
     """Linear attention without feature map and denominator, with a decay α for each channel and position.
 
-        S_t = Diag(α_t) S_{t−1} + k_t v_tᵀ,  α_t = σ(W_α2 W_α1 x_t + b_α)^(1/τ)     Yang et al. 2023, sections 4.1, 4.4
-        y_t = W_o (norm(S_tᵀ q_t) ⊙ SiLU(W_z x_t + b_z))                                                  section 4.4
+        S_t = Diag(α_t) S_{t−1} + k_t v_tᵀ,  α_t = σ(W_α2 W_α1 x_t + b_α)^(1/τ)                         Yang et al. 2023
+        y_t = W_o (norm(S_tᵀ q_t) ⊙ SiLU(W_z x_t + b_z))
 
     (arXiv 2312.06635.) `norm` is LayerNorm of each head, without gain, which W_o takes in. W_α1 has `gate_rank` rows.
 

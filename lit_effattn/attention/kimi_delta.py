@@ -11,8 +11,8 @@ from lit_effattn.attention.recurrent import GatedNorm, Gates, RecurrentAttention
 class KimiDeltaAttention(RecurrentAttention):
     """The delta rule, and a decay α for each head, channel of the keys and position.
 
-        S_t = (I − β_t k_t k_tᵀ) Diag(α_t) S_{t−1} + β_t k_t v_tᵀ                          Kimi Team 2025, equation 1
-        y_t = W_o (norm(S_tᵀ q_t) ⊙ σ(W_z2 W_z1 x_t)),  α = exp(−a softplus(W_α2 W_α1 x + b))             section 4
+        S_t = (I − β_t k_t k_tᵀ) Diag(α_t) S_{t−1} + β_t k_t v_tᵀ                                         Kimi Team 2025
+        y_t = W_o (norm(S_tᵀ q_t) ⊙ σ(W_z2 W_z1 x_t)),  α = exp(−a softplus(W_α2 W_α1 x + b))
 
     (arXiv 2510.26692.) q, k, v, β and the norm are those of `DeltaNetAttention`. The projections of α and of the gate
     have rank D, and a is learned for each head, b for each channel.

@@ -13,12 +13,12 @@ from lit_effattn.sequence import accumulator
 class Mamba2Attention(RecurrentAttention):
     """The mixer of Mamba-2 (state space duality, SSD): a state space model that is linear attention with a decay.
 
-        S_t = exp(−a Δ_t) S_{t−1} + Δ_t k_t v_tᵀ,  Δ = softplus(W_Δ x + b)     Dao and Gu 2024, sections 2.1, 7.1
-        y_t = W_o norm((S_tᵀ q_t + d v_t) ⊙ SiLU(W_z x_t)),  q, k, v = SiLU(conv(W x))                    section 7.1
+        S_t = exp(−a Δ_t) S_{t−1} + Δ_t k_t v_tᵀ,  Δ = softplus(W_Δ x + b)     Dao and Gu 2024, The Mamba-2 Architecture
+        y_t = W_o norm((S_tᵀ q_t + d v_t) ⊙ SiLU(W_z x_t)),  q, k, v = SiLU(conv(W x))
 
     (arXiv 2405.21060.) q, k and v are the paper's C, B and X. By default all heads share one q and one k (multi-value
-    attention, section 7.2). a, b and d are learned for each head. `conv` is a causal convolution of each channel, with
-    a bias, and `norm` is RMSNorm over the heads that share q and k, after the gate.
+    attention). a, b and d are learned for each head. `conv` is a causal convolution of each channel, with a bias, and
+    `norm` is RMSNorm over the heads that share q and k, after the gate.
 
     Time O(N (C + D) D H) with chunks of C positions; state: a matrix D_qk × D for each head, and K − 1 inputs of the
     convolution. Splitting a stream changes nothing: the memory reaches back to the start. Not causal: see

@@ -85,17 +85,17 @@ class MultiHead(SequenceModule):
         Raises:
             ValueError: If the kind does not support it, or `size` does not divide the heads.
         """
+        if not self.divides_heads:
+            raise ValueError(
+                f"tensor_parallel_size={size}: {type(self).__name__} does not divide its heads among processes; leave "
+                "it out, or choose SoftmaxAttention, LinearAttention or PerformerAttention"
+            )
         for option in ("n_heads", "n_kv_heads"):
             if getattr(self, option, size) % size:
                 raise ValueError(
                     f"tensor_parallel_size={size} does not divide {option}={getattr(self, option)} of "
                     f"{type(self).__name__}: each process computes as many heads; change one of them"
                 )
-        if not self.divides_heads:
-            raise ValueError(
-                f"tensor_parallel_size={size}: {type(self).__name__} does not divide its heads among processes; leave "
-                "it out, or choose SoftmaxAttention, LinearAttention or PerformerAttention"
-            )
         self.n_heads //= size
         if hasattr(self, "n_kv_heads"):
             self.n_kv_heads //= size

@@ -12,9 +12,9 @@ from lit_effattn.attention.recurrent import GatedNorm, Gates, RecurrentAttention
 class RetentionAttention(RecurrentAttention):
     """Linear attention without feature map and denominator, with rotary positions and a fixed decay γ for each head.
 
-        S_t = γ S_{t−1} + k_t v_tᵀ,  γ_h = 1 − 2^(−5−h),  h = 0 … H − 1                 Sun et al. 2023, equations 6, 8
-        q_t, k_t = R_t W_q x_t, R_t W_k x_t / √D_qk                                       equation 5, section 2.2
-        y_t = W_o (norm(S_tᵀ q_t) ⊙ SiLU(W_z x_t))                                                         equation 8
+        S_t = γ S_{t−1} + k_t v_tᵀ,  γ_h = 1 − 2^(−5−h),  h = 0 … H − 1     Sun et al. 2023, Gated Multi-Scale Retention
+        q_t, k_t = R_t W_q x_t, R_t W_k x_t / √D_qk
+        y_t = W_o (norm(S_tᵀ q_t) ⊙ SiLU(W_z x_t))
 
     (arXiv 2307.08621.) R_t is the rotation of `RotaryPositions`; with the decay it is the paper's xPos. `norm` is
     GroupNorm with a group for each head, without gain, which W_o takes in. The authors' later code has RMSNorm, and

@@ -238,6 +238,19 @@ def test_the_kinds_that_support_parts_are_those_that_the_message_names():
     assert TransformerXLAttention(E, H, same_length=True).takes_parts
 
 
+@pytest.mark.parametrize("name", [name for name, kind in attention_kinds().items() if not kind.takes_parts])
+def test_every_other_kind_names_those_in_one_line(name: str):
+    """Alone and in a Transformer."""
+    kind = attention_kinds()[name]
+    pretended: Any = SimpleNamespace(count=lambda seen: (seen, seen), unsupported=Parts.unsupported)
+    for module in (kind(E, H), Transformer(E, H, 1, attention=kind, positions=None)):
+        with (
+            sequence.in_parts(pretended),
+            pytest.raises(NotImplementedError, match=rf"^{name} does not support .*; causal LinearAttention, [^\n]*$"),
+        ):
+            module(torch.randn(1, 4, E))
+
+
 def test_processes_are_needed():
     with pytest.raises(RuntimeError, match="init_process_group"), sequence_parallel():
         pass

@@ -7,6 +7,7 @@ from torch import nn
 
 from lit_effattn import LSTM, Transformer
 from lit_effattn.distributed.tensor_parallel import divide
+from lit_effattn.settings.kinds import attention_kinds
 
 TWO = SimpleNamespace(size=lambda: 2, get_local_rank=lambda: 0)
 
@@ -20,5 +21,15 @@ TWO = SimpleNamespace(size=lambda: 2, get_local_rank=lambda: 0)
     ],
 )
 def test_what_does_not_divide_is_told(model: nn.Module, said: str):
+    with pytest.raises(ValueError, match=said):
+        divide(model, TWO)
+
+
+@pytest.mark.parametrize("n_heads", [2, 3])
+@pytest.mark.parametrize("name", [name for name, kind in attention_kinds().items() if not kind(12, 2).divides_heads])
+def test_a_kind_that_does_not_divide_its_heads_names_those_that_do(name: str, n_heads: int):
+    """With any number of heads, since another number would not help."""
+    model = Transformer(12, n_heads, 1, attention=attention_kinds()[name], positions=None)
+    said = rf"^tensor_parallel_size=2: {name} does not divide .*; leave it out, or choose SoftmaxAttention, [^\n]*$"
     with pytest.raises(ValueError, match=said):
         divide(model, TWO)

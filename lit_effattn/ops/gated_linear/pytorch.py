@@ -4,13 +4,13 @@
     u_t = v_t, or with the delta rule β_t (v_t − S_{t-1}ᵀ A_tᵀ k_t)
 
 A_t is 1, or diagonal: a decay per head, per head and position, or per channel and position. The papers: retention (Sun
-et al. 2023, equation 3), gated linear attention (Yang et al. 2023, equation 3), state space duality (Dao and Gu 2024,
-equation 1), DeltaNet (Yang et al. 2024, equation 6), Gated DeltaNet (Yang et al. 2024, equation 10), and Kimi Delta
-Attention (Kimi Team 2025, equation 1). Queries are not scaled, and nothing is normalised.
+et al. 2023), gated linear attention (Yang et al. 2023), state space duality (Dao and Gu 2024), DeltaNet (Yang et al.
+2024, arXiv 2406.06484), Gated DeltaNet (Yang et al. 2024, arXiv 2412.06464), and Kimi Delta Attention (Kimi Team 2025).
+Queries are not scaled, and nothing is normalised.
 
 In chunks of C positions, with S before the chunk and a_i for the decays from its start to i, r_j from j to its end, and
-l_ij from j to i, which are products over channels (DeltaNet's section 3.2 and Gated DeltaNet's section 3.3, with l in
-both triangles):
+l_ij from j to i, which are products over channels (the chunkwise forms of DeltaNet and Gated DeltaNet, with l in both
+triangles):
 
     P_ij = (k_i ∘ l_ij) · k_j for j < i,  U = (1 + β P)⁻¹ β (V − (a ∘ K) S), or V without the delta rule
     A_ij = (q_i ∘ l_ij) · k_j for j ≤ i,  Y = (a ∘ Q) S + A U,  S' = a_C ∘ S + (r ∘ K)ᵀ U

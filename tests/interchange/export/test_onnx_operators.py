@@ -1,5 +1,6 @@
 """With ONNX's operators for the recurrence, a file reads prompts and steps as the model does, and is small."""
 
+import json
 import re
 from collections import Counter
 from importlib.util import find_spec
@@ -11,15 +12,18 @@ import torch
 
 from lit_effattn import SpeechRecognizer, Transformer
 from lit_effattn.attention import GatedDeltaNetAttention, LinearAttention
-from lit_effattn.datamodules.text.tokenizers import ByteTokenizer
+from lit_effattn.cli import main
 from lit_effattn.interchange.export import export
 from lit_effattn.interchange.onnx_operators import OPERATORS
+from lit_effattn.sequence import tensors
 from tests.interchange.export import table
-from tests.interchange.export.cases import CASES, N_TOKENS, build, language_model
+from tests.interchange.export.cases import CASES, N_TOKENS, build
 from tests.interchange.export.exporting import exported
 from tests.interchange.export.test_onnx import OLD_RUNTIME
+from tests.interchange.test_export import language_model, saved
 
 onnx = pytest.importorskip("onnx")
+ReferenceEvaluator = pytest.importorskip("onnx.reference").ReferenceEvaluator
 if find_spec("onnxruntime") is None or find_spec("onnxscript") is None:
     pytest.skip("needs onnxruntime and onnxscript", allow_module_level=True)
 if OLD_RUNTIME:
@@ -41,7 +45,7 @@ def test_prompts_and_steps_are_the_model_s(name, operators, tmp_path):
     assert done.prompt_seconds
     session = onnxruntime.InferenceSession(path)
     names = [i.name for i in session.get_inputs()]
-    state = [np.zeros(i.shape, np.int64 if "int" in i.type else np.float32) for i in session.get_inputs()[1:]]
+    state = [t.numpy() for t in tensors(model.backbone.initial_state(2))]
     tokens = torch.randint(0, 257, (2, 150), generator=torch.Generator().manual_seed(1))
     with torch.no_grad():
         y, _ = model.backbone(model.embedding(tokens))
@@ -51,6 +55,23 @@ def test_prompts_and_steps_are_the_model_s(name, operators, tmp_path):
         log_probs, *state = session.run(None, dict(zip(names, [tokens[:, start:stop].numpy(), *state], strict=True)))
         assert np.abs(log_probs - expected[:, stop - 1].numpy()).max() < 1e-5
         start = stop
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(kind, marks=() if kind == "Mamba-2" else pytest.mark.exhaustive) for kind in KINDS]
+)
+def test_a_file_of_opset_27_is_valid_and_onnx_s_reference_computes_the_same(name, tmp_path):
+    model, path = build(name), tmp_path / "a.onnx"
+    export(model, path, format="onnx", check=1, operators="opset27")
+    onnx.checker.check_model(path, full_check=True)
+    tokens = torch.randint(0, 257, (1, 9), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        y, _ = model.backbone(model.embedding(tokens))
+        expected = model.head.log_probs(y[:, -1])
+    reference = ReferenceEvaluator(str(path))
+    arrays = [t.numpy() for t in (tokens, *tensors(model.backbone.initial_state(1)))]
+    log_probs, *_ = reference.run(None, dict(zip(reference.input_names, arrays, strict=True)))
+    assert np.abs(log_probs - expected.numpy()).max() < 1e-5
 
 
 @pytest.mark.exhaustive
@@ -83,11 +104,14 @@ def test_a_layer_is_one_operator_and_its_convolution_another(tmp_path):
     assert imports == {"": 27}
 
 
-def test_the_page_reads_a_prompt_in_one_call(tmp_path, monkeypatch):
+def test_the_page_reads_a_prompt_in_one_call(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    model = build("Gated DeltaNet, n_qk_heads=1")
-    model.tokenizer = ByteTokenizer().to_json()
-    export(model, tmp_path / "best.onnx", format="onnx", operators="onnxruntime")
+    model = language_model(GatedDeltaNetAttention)
+    path = saved(model, tmp_path / "best.ckpt")
+    main(["export", "--ckpt_path", path, "--operators", "onnxruntime"])
+    assert re.search(r"^32 tokens .*\nall but the last in one call, .*: \d+\.\d\d ms$", capsys.readouterr().out, re.M)
+    about = json.loads(onnx.load("best.onnx").metadata_props[0].value)
+    assert (about["operators"], about["kinds"]) == ("onnxruntime", ["GatedDeltaNetAttention"])
     page = table.PAGE.read_text(encoding="utf-8")
     code = re.findall(r"^```py\n(.*?)^```$", page, re.M | re.S)[0]
     call = re.search(r"`(log_probs, state = step\(\[.*?)` takes the place of the first loop", page)[1]
@@ -130,5 +154,5 @@ def test_a_kind_of_one_s_own(tmp_path):
         def __init__(self, d_model, n_heads, causal=True):
             super().__init__(d_model, n_heads, causal, qk_dim=3, head_dim=5, beta_max=2.0)
 
-    done = export(language_model(Own).eval(), tmp_path / "a.onnx", format="onnx", operators="onnxruntime")
+    done = export(language_model(Own), tmp_path / "a.onnx", format="onnx", operators="onnxruntime")
     assert done.difference < 1e-5

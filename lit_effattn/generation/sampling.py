@@ -59,6 +59,21 @@ class Sampling:
             raise ValueError(f"top_p={self.top_p} must be above 0 and at most 1")
 
 
+@dataclass(frozen=True)
+class Kept:
+    """The end of a generated sequence, from which a later call goes on: see `generate`.
+
+    Args:
+        state: The state of B rows after all tokens but `tokens`.
+        tokens: (B, P), the tokens that the state has not read: the last one drawn.
+        drawn: Number of tokens drawn so far. The rows' random streams go on after them.
+    """
+
+    state: State
+    tokens: Tensor
+    drawn: int
+
+
 AS_TRAINED = Sampling()
 """The defaults: draw from the model's distribution, with seed 0."""
 
@@ -108,6 +123,8 @@ def generate(
     *,
     sampling: Sampling = AS_TRAINED,
     state: State | None = None,
+    kept: Kept | None = None,
+    keep: Callable[[Kept], None] | None = None,
     progress: Callable[[Iterable[int]], Iterable[int]] = iter,
     on_tokens: Callable[[Tensor], None] | None = None,
     **options: Unpack[SamplingOptions],
@@ -134,6 +151,10 @@ def generate(
         sampling: Options of sampling.
         state: The state before the prompt, such as a decoder's with a source; it is not changed. A state made with
             `max_len` is grown if it has too little room. None: no earlier positions.
+        kept: Go on from here, in place of `state`. `prompt` follows what was drawn, and may have no tokens. Without
+            one, and with the same options, two calls draw what a single one draws.
+        keep: Called at the end with what a later call takes as `kept`. It is not changed there, so that several
+            continuations can begin at it.
         progress: Wraps the iterable of steps (rich's or tqdm's `track`).
         on_tokens: Called with each step's tokens (B,) as they are drawn.
         options: Fields of `Sampling` (`temperature`, `top_k`, `top_p`, `seed`, `compile`) that replace those of
@@ -148,17 +169,28 @@ def generate(
     """
     sampling = replace(sampling, **options)
     check_causal(backbone)
+    earlier = 0
+    if kept is not None:
+        if state is not None or len(kept.tokens) != len(prompt):
+            given = "state was given too" if state is not None else f"prompt has {len(prompt)} rows"
+            raise ValueError(f"kept has {len(kept.tokens)} rows, and {given}; give kept alone, with a prompt for each")
+        prompt, state, earlier = torch.cat([kept.tokens, prompt], 1), kept.state, kept.drawn
+    if keep is not None:
+        at_least(1, n_tokens=n_tokens)
     if sampling.compile and BACKEND == "inductor":
         check_inductor("compile=True", prompt.device)
     rows = len(prompt)
-    uniform = torch.stack([_random_stream(sampling.seed, i, n_tokens) for i in range(rows)], 1).to(prompt.device)
+    streams = [_random_stream(sampling.seed, i, earlier + n_tokens)[earlier:] for i in range(rows)]
+    uniform = torch.stack(streams, 1).to(prompt.device)
     drawn = torch.empty(rows, n_tokens, dtype=torch.long, device=prompt.device)
     model = _Model(backbone, embed, head, sampling.temperature, sampling.top_k, sampling.top_p)
     steps = (_compiled_steps if sampling.compile else _steps)(model, prompt, uniform, state)
-    for step, tokens in zip(progress(range(n_tokens)), steps, strict=False):
+    for step, (tokens, after) in zip(progress(range(n_tokens)), steps, strict=False):
         drawn[:, step] = tokens
         if on_tokens is not None:
             on_tokens(drawn[:, step])
+        if keep is not None and step == n_tokens - 1:
+            keep(Kept(after, tokens[:, None].clone(), earlier + n_tokens))
     return drawn
 
 
@@ -181,14 +213,14 @@ class _Model(NamedTuple):
     top_p: float | None
 
 
-def _steps(model: _Model, prompt: Tensor, uniform: Tensor, state: State | None) -> Iterator[Tensor]:
-    """Yield the tokens (B,) drawn at each of `uniform` (n_tokens, B)."""
+def _steps(model: _Model, prompt: Tensor, uniform: Tensor, state: State | None) -> Iterator[tuple[Tensor, State]]:
+    """Yield the tokens (B,) drawn at each of `uniform` (n_tokens, B), and the state after all before them."""
     state = first_state(model.backbone, state, len(prompt), prompt.size(1) + len(uniform))
     tokens = prompt
     for u in uniform:
         with donated():
             drawn, state = _step(model, tokens, u, state)
-        yield drawn
+        yield drawn, state
         tokens = drawn[:, None]
 
 
@@ -231,8 +263,10 @@ _MOST_PROGRAMS = 128
 """Limit of compiled programs, over all models, numbers of rows and sizes of state. Torch's default of 8 is too low."""
 
 
-def _compiled_steps(model: _Model, prompt: Tensor, uniform: Tensor, state: State | None) -> Iterator[Tensor]:
-    """Yield the tokens of `_steps`. A step's inputs and outputs stay at the same address while the state has room."""
+def _compiled_steps(
+    model: _Model, prompt: Tensor, uniform: Tensor, state: State | None
+) -> Iterator[tuple[Tensor, State]]:
+    """Yield what `_steps` does. A step's inputs and outputs stay at the same address while the state has room."""
     rows, n = prompt.shape
     position = 0 if state is None else int(state.length.max())
     total = position + n + len(uniform)
@@ -246,7 +280,7 @@ def _compiled_steps(model: _Model, prompt: Tensor, uniform: Tensor, state: State
                 "compile=True: the given state was made without max_len, so each step has other shapes; make it with "
                 "max_len, or leave compile out"
             )
-        yield drawn
+        yield drawn, state
         position, prompt, uniform = position + n, drawn[:, None], uniform[1:]
     room, tokens, current = 0, prompt.clone(), torch.empty_like(uniform[:1]).view(-1)
     for u in uniform:
@@ -259,7 +293,7 @@ def _compiled_steps(model: _Model, prompt: Tensor, uniform: Tensor, state: State
             advance = _Advance(model, tokens, current, state)
         current.copy_(u)
         advance()
-        yield tokens[:, 0]
+        yield tokens[:, 0], state
         position += 1
 
 

@@ -47,6 +47,8 @@ class Trainer(pl.Trainer):
         beam: int | None = None,
         length_penalty: float | None = None,
         length_norm: LengthNorm | None = None,
+        state: str | None = None,
+        save_state: str | None = None,
         source: str | None = None,
         output: str | None = None,
     ) -> str:
@@ -83,6 +85,9 @@ class Trainer(pl.Trainer):
                 length_penalty. 0 ranks by log p, more prefers longer ones. Default: 0.6, or the model's.
             length_norm: gnmt: as `length_penalty` says. average: by log p / tokens ** length_penalty, as fairseq and
                 transformers. Default: gnmt, or the model's.
+            state: Text: go on from this file, which `save_state` wrote with the same checkpoint. Without a prompt, and
+                with the same options, the text is that of a single longer call.
+            save_state: Text: a file to write, from which a later call goes on without reading the text again.
             source: The text to write a target for.
             output: Folder to write to, which must not exist or be empty. Default: a new one in the run's `generated`.
 
@@ -104,7 +109,7 @@ class Trainer(pl.Trainer):
         options = {
             **{"complete": complete, "prompt": prompt, "prompt_file": prompt_file, "n_tokens": n_tokens},
             **{"beam": beam, "length_penalty": length_penalty, "length_norm": length_norm},
-            "source": source,
+            **{"source": source, "state": state, "save_state": save_state},
         }
         given = {name: value for name, value in options.items() if value is not None}
         known = inspect.signature(task.write_samples).parameters

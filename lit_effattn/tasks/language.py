@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -21,13 +22,15 @@ from lit_effattn.datamodules.common.files import regular
 from lit_effattn.datamodules.common.tokens import IGNORE, Response, TokenBatch
 from lit_effattn.datamodules.text.tokenizers import NumberTokenizer, Tokenizer
 from lit_effattn.generation.beam import LENGTH_PENALTY, Hypotheses, LengthNorm, beam_search
-from lit_effattn.generation.sampling import AS_TRAINED, Sampling, SamplingOptions, generate
+from lit_effattn.generation.sampling import AS_TRAINED, Kept, Sampling, SamplingOptions, generate
 from lit_effattn.nn.evaluating import evaluating
 from lit_effattn.nn.heads import CategoricalHead, HeadFactory
 from lit_effattn.nn.sliding import SlidingWindow
 from lit_effattn.sequence import SequenceModule, State, first_positions, packed
 from lit_effattn.tasks.auxiliary import FurtherPredictions, mean_of_scored
 from lit_effattn.tasks.base import Objective, Task, carried, check_backbone, check_fields, check_integers
+from lit_effattn.tasks.kept_states import check_replaceable, load_state
+from lit_effattn.tasks.kept_states import save_state as save_state_file
 from lit_effattn.tasks.metrics import Accuracy, BitsPerByte, BitsPerCharacter, BitsPerTextByte, Count, Perplexity
 from lit_effattn.tasks.responses import ResponseMetric, Responses, score_texts, write_file
 
@@ -402,6 +405,8 @@ class LanguageModel(Task):
         n_tokens: int,
         *,
         sampling: Sampling = AS_TRAINED,
+        kept: Kept | None = None,
+        keep: Callable[[Kept], None] | None = None,
         progress: Callable[[Iterable[int]], Iterable[int]] = iter,
         on_tokens: Callable[[Tensor], None] | None = None,
         **options: Unpack[SamplingOptions],
@@ -416,6 +421,8 @@ class LanguageModel(Task):
                 prompt.to(self.device),
                 n_tokens,
                 sampling=sampling,
+                kept=kept,
+                keep=keep,
                 progress=progress,
                 on_tokens=on_tokens,
                 **options,
@@ -475,6 +482,8 @@ class LanguageModel(Task):
         beam: int | None = None,
         length_penalty: float = LENGTH_PENALTY,
         length_norm: LengthNorm = "gnmt",
+        state: str | None = None,
+        save_state: str | None = None,
     ) -> str:
         """Continue a text and write the samples: see `Task.write_samples`. A single sample is shown while it is drawn.
 
@@ -493,16 +502,22 @@ class LanguageModel(Task):
             beam: Search with this many hypotheses instead of drawing. `sampling` is then not used.
             length_penalty: See `beam.beam_search`.
             length_norm: See `beam.beam_search`.
+            state: Go on from this file: the texts continue those that `save_state` ended. `prompt` comes between.
+            save_state: A file to write, from which a later call goes on.
 
         Raises:
-            ValueError: If an option is out of range, or the prompt can't be read.
+            ValueError: If an option is out of range, or the prompt or the state can't be read.
+            FileExistsError: If `save_state` exists and is not a saved state.
         """
         if n_tokens < 1:
             raise ValueError(f"--n_tokens {n_tokens} must be at least 1")
         begin = _prompt(prompt, prompt_file)
         tokenizer = self.text
         _check_known(tokenizer, begin)
-        tokens = torch.tensor([[tokenizer.start, *tokenizer.encode(begin).tolist()]])
+        kept = self._kept(state, n, beam, save_state)
+        first = [tokenizer.start] if kept is None else []
+        tokens = torch.tensor([[*first, *tokenizer.encode(begin).tolist()]], dtype=torch.long)
+        n = n if kept is None else len(kept.tokens)
         if begin and not begin[-1].isspace():
             begin += tokenizer.separator
         shown = Decoded(tokenizer) if n in (None, 1) and beam is None else None
@@ -511,7 +526,13 @@ class LanguageModel(Task):
             progress = iter
         if beam is None:
             drawn = self.sample(
-                tokens.expand(n or 1, -1), n_tokens, sampling=sampling, progress=progress, on_tokens=shown
+                tokens.expand(n or 1, -1),
+                n_tokens,
+                sampling=sampling,
+                kept=kept,
+                keep=None if save_state is None else partial(save_state_file, path=Path(save_state), model=self),
+                progress=progress,
+                on_tokens=shown,
             ).cpu()
             numbered = [f"--- {i}\n{begin}{tokenizer.decode(row.numpy())}" for i, row in enumerate(drawn)]
         else:
@@ -533,6 +554,25 @@ class LanguageModel(Task):
         path = folder() / "samples.txt"
         path.write_text("\n\n".join(numbered), encoding="utf-8")
         return f"text: {short(path)}"
+
+    def _kept(self, state: str | None, n: int | None, beam: int | None, save_state: str | None) -> Kept | None:
+        """Return the state in a file, or None without one, after checks of the options that go with it.
+
+        Raises:
+            ValueError: If an option does not go with it, or it can't be read.
+            FileExistsError: If `save_state` exists and is not a saved state.
+        """
+        if beam is not None and (given := [f"--{o}" for o, f in (("state", state), ("save_state", save_state)) if f]):
+            raise ValueError(f"{given[0]} and --beam were both given: a search has several texts; leave one out")
+        if save_state is not None:
+            check_replaceable(Path(save_state))
+        if state is None:
+            return None
+        with self._in_evaluation():
+            kept = load_state(regular(Path(state)), self, self.backbone)
+        if n not in (None, len(kept.tokens)):
+            raise ValueError(f"--n {n}: {state} has {len(kept.tokens)} texts; leave --n out")
+        return kept
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Reject a checkpoint of another vocabulary or of another model: see `Task.on_load_checkpoint`.

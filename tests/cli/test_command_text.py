@@ -174,6 +174,28 @@ def test_a_prompt_may_be_a_file(run: Path):
     assert samples(run)[0].startswith("2 birds sit à")
 
 
+def test_a_text_goes_on_from_a_saved_state(run: Path, capsys: pytest.CaptureFixture[str]):
+    generate = ["generate", "--ckpt_path", "last", "--seed", "2"]
+    main([*generate, "--prompt", "3 b", "--n_tokens", "16"])
+    (whole,) = samples(run)
+    main([*generate, "--prompt", "3 b", "--n_tokens", "7", "--save_state", "s.state"])
+    (begin,) = samples(run)
+    for flags in ([], ["--save_state", "s.state"]):
+        main([*generate, "--state", "s.state", "--n_tokens", "9", *flags])
+        assert begin + samples(run)[0] == whole
+    capsys.readouterr()
+    Path("other.state").write_text("x")
+    for args, words in (
+        (["--state", "s.state", "--n", "2"], "--n 2: s.state has 1 texts; leave --n out"),
+        (["--state", "s.state", "--beam", "2"], "--state and --beam"),
+        (["--save_state", "s.state", "--beam", "2"], "--save_state and --beam"),
+        (["--save_state", "other.state"], "other.state exists and is not a saved state"),
+        (["--state", "other.state"], "other.state can't be read as a state"),
+        (["--state", "absent.state"], "absent.state"),
+    ):
+        assert words in fails(capsys, "generate", "--ckpt_path", "last", *args)
+
+
 @pytest.mark.parametrize(("tokens", "n_tokens"), [("words", 6), ("characters", 4)])
 def test_a_beam_writes_the_best_with_their_scores(tokens: str, n_tokens: int, capsys: pytest.CaptureFixture[str]):
     """Of all continuations: words end at a line end, characters after `n_tokens`."""

@@ -1,0 +1,166 @@
+import json
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+
+from lit_effattn import LSTM, Transformer, attention, sequence
+from lit_effattn.checkpoints.files import DamagedError
+from lit_effattn.generation import Kept
+from lit_effattn.tasks import LanguageModel
+from lit_effattn.tasks.kept_states import fingerprint, load_state, save_state
+
+V = 11
+INFINITE = {"mem_len": 3, "segment_len": 3, "n_basis": 4, "widths": [0.1], "n_samples": 8}
+OPTIONS: dict[str, dict[str, Any]] = {
+    "CompressiveAttention": {"mem_len": 3, "compressed_len": 2, "segment_len": 3},
+    "DeltaNetAttention": {},
+    "GatedDeltaNetAttention": {},
+    "GatedLinearAttention": {},
+    "InfiniteAttention": INFINITE,
+    "KimiDeltaAttention": {},
+    "LSHAttention": {"n_buckets": 2, "chunk_size": 4},
+    "LinearAttention": {},
+    "Mamba2Attention": {},
+    "PerformerAttention": {},
+    "RetentionAttention": {},
+    "ShawAttention": {},
+    "SoftmaxAttention": {},
+    "SparseAttention": {"stride": 3},
+    "TransformerXLAttention": {"mem_len": 3},
+    "WindowedLinearAttention": {"window": 3},
+}
+KINDS = [*OPTIONS, "LSTM"]
+
+
+def made(kind: str = "LinearAttention", seed: int = 0, **options: Any) -> LanguageModel:
+    torch.manual_seed(seed)
+    if kind == "LSTM":
+        return LanguageModel(LSTM(16, 2), V, embedding_std=1.0).double().eval()
+    kinds = partial(getattr(attention, kind), **{**OPTIONS[kind], **options})
+    return LanguageModel(Transformer(16, 2, 2, attention=kinds), V, embedding_std=1.0).double().eval()
+
+
+def kept_after(model: LanguageModel, prompt: torch.Tensor, n: int, **options: Any) -> tuple[torch.Tensor, Kept]:
+    kept: list[Kept] = []
+    return model.sample(prompt, n, keep=kept.append, **options), kept[0]
+
+
+PROMPT = torch.tensor([[1, 2, 3, 4, 5], [6, 7, 8, 9, 10], [0, 5, 0, 5, 0]])
+NOTHING = PROMPT[:, :0]
+
+
+def test_every_kind_is_here():
+    names = {name for name in attention.__all__ if name.endswith("Attention") and "Cross" not in name}
+    assert {*OPTIONS} == names - {"Attention", "RecurrentAttention"}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_sequence_goes_on_from_its_file_as_from_memory(kind: str, tmp_path: Path):
+    """Two parts are one; a continuation changes neither the state in memory nor the file."""
+    model = made(kind)
+    whole = model.sample(PROMPT, 12, seed=3)
+    first, kept = kept_after(model, PROMPT, 5, seed=3)
+    save_state(kept, tmp_path / "s.state", model)
+    for _ in range(2):
+        loaded = load_state(tmp_path / "s.state", model, model.backbone)
+        for part in (kept, loaded):
+            assert torch.equal(torch.cat([first, model.sample(NOTHING, 7, kept=part, seed=3)], 1), whole)
+    assert loaded.drawn == kept.drawn == 5
+    _, later = kept_after(model, NOTHING, 4, kept=loaded, seed=3)
+    assert torch.equal(model.sample(NOTHING, 3, kept=later, seed=3), whole[:, 9:])
+    pairs = [*zip(sequence.tensors(loaded.state), sequence.tensors(kept.state), strict=True)]
+    assert pairs
+    assert all(torch.equal(a, b) and a.dtype == b.dtype for a, b in pairs)
+
+
+@pytest.mark.parametrize("kind", ["LinearAttention", "SoftmaxAttention", "TransformerXLAttention"])
+def test_another_prompt_branches_off(kind: str):
+    """What follows is what follows the whole text so far."""
+    model = made(kind)
+    first, kept = kept_after(model, PROMPT, 5)
+    more = torch.tensor([[3, 3], [1, 4], [2, 0]])
+    _, again = kept_after(model, more, 4, kept=replace(kept, drawn=0), seed=9)
+    expected = model.sample(torch.cat([PROMPT, first, more], 1), 4, seed=9)
+    assert torch.equal(model.sample(more, 4, kept=replace(kept, drawn=0), seed=9), expected)
+    assert again.drawn == 4
+    assert torch.equal(again.tokens, expected[:, -1:])
+
+
+def test_rows_of_a_kept_state(tmp_path: Path):
+    model = made()
+    _, kept = kept_after(model, PROMPT, 2)
+    with pytest.raises(ValueError, match="kept has 3 rows, and prompt has 2 rows"):
+        model.sample(NOTHING[:2], 1, kept=kept)
+    with pytest.raises(ValueError, match="n_tokens=0"):
+        model.sample(PROMPT, 0, keep=print)
+
+
+def written(folder: Path, model: LanguageModel) -> Path:
+    _, kept = kept_after(model, PROMPT, 2)
+    save_state(kept, folder / "s.state", model)
+    return folder / "s.state"
+
+
+def metadata(path: Path) -> dict[str, str]:
+    with safe_open(path, "pt") as file:
+        return file.metadata()
+
+
+def test_a_state_of_other_weights_or_sizes_is_refused(tmp_path: Path):
+    model = made("TransformerXLAttention")
+    path = written(tmp_path, model)
+    other = made("TransformerXLAttention", seed=1)
+    with pytest.raises(ValueError, match="other weights; give the checkpoint that wrote it"):
+        load_state(path, other, other.backbone)
+    longer = made("TransformerXLAttention", mem_len=4)
+    longer.load_state_dict(model.state_dict())
+    with pytest.raises(ValueError, match="a state of other sizes"):
+        load_state(path, longer, longer.backbone)
+
+
+def test_every_flipped_byte_is_noticed(tmp_path: Path):
+    model = made()
+    path = written(tmp_path, model)
+    content = path.read_bytes()
+    for i in range(0, len(content), 97):
+        path.write_bytes(content[:i] + bytes([content[i] ^ 16]) + content[i + 1 :])
+        with pytest.raises((DamagedError, ValueError)):
+            load_state(path, model, model.backbone)
+    path.write_bytes(content[:-1])
+    with pytest.raises(DamagedError):
+        load_state(path, model, model.backbone)
+
+
+def test_other_files_are_refused_and_kept(tmp_path: Path):
+    model = made()
+    path = written(tmp_path, model)
+    tensors, about = load_file(path), metadata(path)
+    for changed in ({**about, "lit_effattn_state": "[]"}, {}, {"lit_effattn_state": json.dumps({"drawn": 1})}):
+        save_file(tensors, path, changed or None)
+        with pytest.raises(DamagedError, match=r"s.state is not a saved state: `lit-effattn generate --save_state`"):
+            load_state(path, model, model.backbone)
+    other = tmp_path / "notes.txt"
+    other.write_text("mine")
+    with pytest.raises(FileExistsError, match="exists and is not a saved state"):
+        save_state(kept_after(model, PROMPT, 1)[1], other, model)
+    assert other.read_text() == "mine"
+
+
+def test_the_fingerprint_is_of_names_types_and_bytes():
+    model = made()
+    before = fingerprint(model)
+    assert before == fingerprint(made())
+    assert before != fingerprint(made().float())
+    shapes = [torch.nn.Bilinear(2, 3, 5, bias=False), torch.nn.Bilinear(3, 2, 5, bias=False)]
+    for layer in shapes:
+        torch.nn.init.ones_(layer.weight)
+    assert len({*map(fingerprint, shapes)}) == 2
+    with torch.no_grad():
+        next(model.parameters())[0, 0] += 1e-9
+    assert fingerprint(model) != before

@@ -19,7 +19,7 @@ OPERATORS = ("opset18", "opset27", "onnxruntime")
 """Those of opset 18, those of opset 27, and the two of onnxruntime's domain beside those of `REGISTERED`."""
 
 DEFAULT = OPERATORS[0]
-"""Every runtime has these. All unsupported read any number of tokens in a call."""
+"""Every runtime has these. Files with them read one token in a call, the rest any number."""
 
 REGISTERED = 23
 """The opset of PyTorch's translations, with operators for RMSNorm and GELU."""
@@ -160,9 +160,12 @@ def _short_convolution(x: Any, recent: Any, weight: Any, bias: Any) -> tuple[Any
 
 
 def _softplus(x: Any, beta: float = 1.0, threshold: float = 20.0) -> Any:
-    """Translate torch.nn.functional.softplus with its default options."""
+    """Translate torch.nn.functional.softplus as one operator. PyTorch's own translation also has the threshold."""
     import onnxscript
 
-    assert (beta, threshold) == (1, 20), "of other options, translate softplus with them"
+    if (beta, threshold) != (1, 20):
+        raise NotImplementedError(
+            f"softplus with beta={beta}, threshold={threshold} is supported with operators=opset18 only"
+        )
     op: Any = onnxscript.opset18
     return op.Softplus(x)

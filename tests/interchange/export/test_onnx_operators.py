@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 
 from lit_effattn import SpeechRecognizer, Transformer
 from lit_effattn.attention import GatedDeltaNetAttention, LinearAttention
@@ -151,8 +152,16 @@ def test_a_kind_of_one_s_own(tmp_path):
     """A kind of one's own, whose queries and values differ in width, with β up to 2."""
 
     class Own(GatedDeltaNetAttention):
+        softness = 1.0
+
         def __init__(self, d_model, n_heads, causal=True):
             super().__init__(d_model, n_heads, causal, qk_dim=3, head_dim=5, beta_max=2.0)
 
-    done = export(language_model(Own), tmp_path / "a.onnx", format="onnx", operators="onnxruntime")
-    assert done.difference < 1e-5
+        def gates(self, x):
+            return super().gates(x)._replace(log_decay=-F.softplus(self.decay_proj(x), beta=self.softness))
+
+    model, target = language_model(Own), tmp_path / "a.onnx"
+    assert export(model, target, format="onnx", operators="onnxruntime").difference < 1e-5
+    Own.softness = 2.0
+    with pytest.raises(ValueError, match=r"Own can't be exported .* softplus with beta=2.0, .*=opset18 only$"):
+        export(model, tmp_path / "b.onnx", format="onnx", operators="onnxruntime")

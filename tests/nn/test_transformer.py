@@ -20,6 +20,7 @@ from lit_effattn.attention import (
 )
 from lit_effattn.attention.positions import LearnedPositions, RotaryPositions, SinusoidalPositions
 from lit_effattn.nn.transformer import Block, FeedForward
+from lit_effattn.settings.kinds import attention_kinds
 from tests.laws import definitions
 
 E, H = 8, 2
@@ -251,6 +252,21 @@ def test_checkpointing_changes_no_gradient(dropout: float):
 
     plain, checkpointed = run(False), run(True)
     torch.testing.assert_close(checkpointed, plain, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("name", attention_kinds())
+def test_checkpointing_changes_no_gradient_of_any_kind(name: str):
+    x, found = torch.randn(2, 7, E), []
+    for gradient_checkpointing in (False, True):
+        torch.manual_seed(3)
+        model = Transformer(
+            E, H, 1, attention=attention_kinds()[name], positions=None, gradient_checkpointing=gradient_checkpointing
+        )
+        y, state = model(x, None, torch.tensor([7, 4]))
+        y, _ = model(x, state)
+        y.sin().sum().backward()
+        found.append({name: p.grad for name, p in model.named_parameters()})
+    torch.testing.assert_close(*found, rtol=0, atol=0)
 
 
 def test_checkpointing_keeps_less():

@@ -500,8 +500,9 @@ def _keep(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
 
 
 def _gradients(ctx: Any, g: Tensor, g_state: Tensor) -> tuple[Tensor | None, ...]:
-    *gradients, g_decay, g_beta = _OPERATOR.backward(g, g_state, *ctx.saved_tensors, ctx.chunk_size)
-    _, _, _, _, log_decay, beta, _ = ctx.saved_tensors
+    saved = ctx.saved_tensors  # once: `torch.utils.checkpoint` computes them again for one reading alone
+    *gradients, g_decay, g_beta = _OPERATOR.backward(g, g_state, *saved, ctx.chunk_size)
+    _, _, _, _, log_decay, beta, _ = saved
     return *gradients, None if log_decay is None else g_decay, None if beta is None else g_beta, None, None
 
 

@@ -176,7 +176,9 @@ def _by_position(log_decay: Tensor | None, q: Tensor) -> Tensor | None:
         log_decay = log_decay[:, None]  # (H,) -> (H, 1)
     if log_decay.dim() < 4:
         log_decay = log_decay[..., None]
-    return log_decay if log_decay.shape[:3] == q.shape[:3] else log_decay.expand(*q.shape[:3], -1)
+    shape = q.shape[:3]
+    is_given = log_decay.dim() == 4 and log_decay.shape[:3] == shape  # the exported graph then has no Expand
+    return log_decay if is_given else log_decay.expand(*shape, -1)
 
 
 def _masked(

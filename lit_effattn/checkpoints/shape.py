@@ -232,8 +232,10 @@ UNSET: Mapping[str, tuple[Callable[[Any], bool], str]] = {
     "best_k_models": (_scores, "a mapping of paths to numbers"),
     "stopping_reason_message": (lambda v: v is None or isinstance(v, str), "text or None"),
     "total_steps": (lambda v: v is None or _number(v), "a number or None"),
+    "foreach": (lambda v: v is None or isinstance(v, bool), "true, false or None"),
+    "fused": (lambda v: v is None or isinstance(v, bool), "true, false or None"),
 }
-"""Entries that are empty in a new callback or schedule: the check of their later values, and its description."""
+"""Entries that are empty in a new callback, schedule or optimiser: the check of their later values, described."""
 
 NUMBERS = ("lr", "step")
 """Entries of optimisers that are a tensor or a number, which depends on the options and on torch's version."""

@@ -63,6 +63,22 @@ def test_a_group_without_an_option_is_refused_unless_a_step_works(name: str):
     assert refused
 
 
+@pytest.mark.parametrize("name", OPTIMISERS)
+@pytest.mark.parametrize("option", ["foreach", "fused"])
+def test_what_is_unset_in_a_new_group_is_a_boolean_later(name: str, option: str):
+    new, saved = stepped(getattr(torch.optim, name), lr=0.1)
+    (group,) = saved["param_groups"]
+    if option not in group:
+        return
+    for value in (torch.zeros(2, 3), "yes", [], 1):
+        changed = {**saved, "param_groups": [{**group, option: value}]}
+        with pytest.raises(ValueError, match=rf"it\.param_groups\[0\]\.{option} .*true, false or None"):
+            check_optimizer(changed, new, "it", has_stepped=True)
+    for value in (True, False, None):
+        changed = {**saved, "param_groups": [{**group, option: value}]}
+        check_optimizer(changed, new, "it", has_stepped=True)
+
+
 def test_an_optimiser_of_two_goes_on():
     """A matrix has the state of the optimiser of its group."""
     new, saved = stepped(MuonWithAdamW)

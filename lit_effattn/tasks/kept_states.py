@@ -19,13 +19,14 @@ _METADATA = "lit_effattn_state"
 _TOKENS = "tokens"
 
 
-def save_state(kept: Kept, path: Path, model: nn.Module) -> None:
+def save_state(kept: Kept, path: Path, model: nn.Module, backbone: SequenceModule) -> None:
     """Write a file that `load_state` reads: tensors in the safetensors format, and a few numbers as JSON.
 
     Args:
         kept: The state and the tokens that it has not read.
         path: The file. An earlier one of this function is replaced, at once and as a whole.
         model: The model whose state it is. The file holds its fingerprint, not its weights.
+        backbone: The module of `model` whose state it is.
 
     Raises:
         FileExistsError: If there is a file that is not a state.
@@ -35,7 +36,7 @@ def save_state(kept: Kept, path: Path, model: nn.Module) -> None:
     check_replaceable(path)
     leaves = {_TOKENS: kept.tokens, **dict(_leaves(kept.state))}
     leaves = {name: t.detach().cpu().contiguous().clone() for name, t in leaves.items()}
-    about = {"drawn": kept.drawn, "model": fingerprint(model), "sum": _digest(leaves)}
+    about = {"drawn": kept.drawn, "model": fingerprint(model), "sum": _digest(leaves), "sizes": _sizes(backbone)}
     with whole(path) as part:
         part.touch()
         mode = part.stat().st_mode  # safetensors lets the owner alone read its files
@@ -63,7 +64,7 @@ def load_state(path: Path, model: nn.Module, backbone: SequenceModule) -> Kept:
         leaves = load_file(path)
     except (SafetensorError, ValueError) as error:
         raise DamagedError(f"{path} can't be read as a state: {error}") from error
-    if about is None or about.keys() != {"drawn", "model", "sum"} or _TOKENS not in leaves:
+    if about is None or about.keys() != {"drawn", "model", "sum", "sizes"} or _TOKENS not in leaves:
         raise DamagedError(f"{path} is not a saved state: `lit-effattn generate --save_state` writes them")
     if about["sum"] != _digest(leaves) or type(about["drawn"]) is not int:
         raise DamagedError(f"{path} is damaged: its checksum differs")
@@ -72,13 +73,10 @@ def load_state(path: Path, model: nn.Module, backbone: SequenceModule) -> Kept:
     device = next(model.parameters()).device
     leaves = {name: t.to(device) for name, t in leaves.items()}
     tokens = leaves.pop(_TOKENS)
-    # Sizes that two empty states share do not depend on the number of positions: the file's must be the same.
-    meta = torch.device("meta")
-    empty = [backbone.initial_state(len(tokens), max_len=n, device=meta) for n in (2**20, 2**21)]
-    small, large = (dict(_leaves(state)) for state in empty)
-    if small.keys() != leaves.keys() or not all(_fits(t, small[name], large[name]) for name, t in leaves.items()):
+    empty = backbone.initial_state(len(tokens), max_len=1, device=torch.device("meta"))
+    if about["sizes"] != _sizes(backbone) or dict(_leaves(empty)).keys() != leaves.keys():
         raise ValueError(f"{path} is a state of other sizes: give the options of memory with which it was written")
-    return Kept(_filled(empty[0], leaves), tokens, about["drawn"])
+    return Kept(_filled(empty, leaves), tokens, about["drawn"])
 
 
 def check_replaceable(path: Path) -> None:
@@ -129,7 +127,7 @@ def _filled(like: State, leaves: dict[str, Tensor], name: str = "state") -> Stat
     return type(like)(*parts) if hasattr(like, "_fields") else tuple(parts)
 
 
-def _fits(t: Tensor, small: Tensor, large: Tensor) -> bool:
-    if t.dtype != small.dtype or t.dim() != small.dim():
-        return False
-    return all(n == a for n, a, b in zip(t.shape, small.shape, large.shape, strict=True) if a == b)
+def _sizes(backbone: SequenceModule) -> list[list[Any]]:
+    """Return the types and shapes of empty states with room for few and for many positions, which options change."""
+    empty = [backbone.initial_state(1, max_len=n, device=torch.device("meta")) for n in (1, 2**20)]
+    return [[name, str(t.dtype), list(t.shape)] for state in empty for name, t in _leaves(state)]

@@ -525,12 +525,15 @@ class LanguageModel(Task):
             print(printable(begin), end="", flush=True)
             progress = iter
         if beam is None:
+            keep = None
+            if save_state is not None:
+                keep = partial(save_state_file, path=Path(save_state), model=self, backbone=self.backbone)
             drawn = self.sample(
                 tokens.expand(n or 1, -1),
                 n_tokens,
                 sampling=sampling,
                 kept=kept,
-                keep=None if save_state is None else partial(save_state_file, path=Path(save_state), model=self),
+                keep=keep,
                 progress=progress,
                 on_tokens=shown,
             ).cpu()

@@ -66,7 +66,7 @@ def test_a_sequence_goes_on_from_its_file_as_from_memory(kind: str, tmp_path: Pa
     model = made(kind)
     whole = model.sample(PROMPT, 12, seed=3)
     first, kept = kept_after(model, PROMPT, 5, seed=3)
-    save_state(kept, tmp_path / "s.state", model)
+    save_state(kept, tmp_path / "s.state", model, model.backbone)
     for _ in range(2):
         loaded = load_state(tmp_path / "s.state", model, model.backbone)
         for part in (kept, loaded):
@@ -77,6 +77,16 @@ def test_a_sequence_goes_on_from_its_file_as_from_memory(kind: str, tmp_path: Pa
     pairs = [*zip(sequence.tensors(loaded.state), sequence.tensors(kept.state), strict=True)]
     assert pairs
     assert all(torch.equal(a, b) and a.dtype == b.dtype for a, b in pairs)
+
+
+@pytest.mark.parametrize("kind", ["TransformerXLAttention", "CompressiveAttention", "InfiniteAttention"])
+def test_a_memory_that_is_not_full_yet_goes_on(kind: str, tmp_path: Path):
+    model = made(kind, mem_len=50)
+    whole = model.sample(PROMPT, 90, seed=3)
+    first, kept = kept_after(model, PROMPT, 5, seed=3)
+    save_state(kept, tmp_path / "s.state", model, model.backbone)
+    loaded = load_state(tmp_path / "s.state", model, model.backbone)
+    assert torch.equal(torch.cat([first, model.sample(NOTHING, 85, kept=loaded, seed=3)], 1), whole)
 
 
 @pytest.mark.parametrize("kind", ["LinearAttention", "SoftmaxAttention", "TransformerXLAttention"])
@@ -103,7 +113,7 @@ def test_rows_of_a_kept_state(tmp_path: Path):
 
 def written(folder: Path, model: LanguageModel) -> Path:
     _, kept = kept_after(model, PROMPT, 2)
-    save_state(kept, folder / "s.state", model)
+    save_state(kept, folder / "s.state", model, model.backbone)
     return folder / "s.state"
 
 
@@ -148,7 +158,7 @@ def test_other_files_are_refused_and_kept(tmp_path: Path):
     other = tmp_path / "notes.txt"
     other.write_text("mine")
     with pytest.raises(FileExistsError, match="exists and is not a saved state"):
-        save_state(kept_after(model, PROMPT, 1)[1], other, model)
+        save_state(kept_after(model, PROMPT, 1)[1], other, model, model.backbone)
     assert other.read_text() == "mine"
 
 

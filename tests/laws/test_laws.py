@@ -84,7 +84,12 @@ WRITTEN = {
 FORWARDS = {type(subject(c.build())).forward: c.name for c in reversed(CASES)}
 INDUCTOR = {"SoftmaxAttention", "LinearAttention-chunk_size=4", "Transformer-rotary-post"}
 # Steps are compiled of each kind. Calls that are long are of those with kernels or rings of their own.
-LONG_COMPILED = {"PerformerAttention-chunk_size=4", "TransformerXLAttention-mem_len=700-chunk_size=4", "LSTM"}
+LONG_COMPILED = {
+    "PerformerAttention-chunk_size=4",
+    "KimiDeltaAttention-chunk_size=4",
+    "TransformerXLAttention-mem_len=700-chunk_size=4",
+    "LSTM",
+}
 # The kinds with a recurrent state share all but their gates. Slow laws are those of one with a decay for each head, and
 # of one with a decay for each channel.
 SHARING = {

@@ -10,7 +10,7 @@ from lit_effattn import Transformer, sequence
 from lit_effattn.attention import Attention, CompressiveAttention, LinearAttention
 from lit_effattn.laws import ContractAdapter, check
 from lit_effattn.laws.subject import gradients
-from tests.laws.cases import CASES, ROTARY, Case
+from tests.laws.cases import CASES, EACH, ROTARY, Case
 from tests.laws.tools import assert_close, assert_same, copied, each, inputs
 
 
@@ -97,6 +97,74 @@ def _go_on_alike(module, state, expected) -> None:
     more = inputs(module, 1, 3, seed=2)
     with torch.no_grad():
         assert_close(module(more, state)[0], module(more, expected)[0])
+
+
+def _before(module, case: Case, rows: int, dtype: torch.dtype = torch.float64):
+    """Return a state of other positions, if the module has one."""
+    with torch.no_grad():
+        return module(inputs(module, rows, case.unit + 1, seed=1).to(dtype))[1] if case.causal else None
+
+
+def _alone(module, x, starts, pieces, before) -> tuple[torch.Tensor, list]:
+    """Return the outputs of each piece by itself, 0 in padding, and the state after each row's last one."""
+    y, after = torch.zeros(*starts.shape, module.d_model, dtype=x.dtype), []
+    for i, row in enumerate(pieces):
+        state = None if before is None else sequence.select(before, torch.tensor([i]))
+        for begin, end in row:
+            z, state = module(x[i : i + 1, begin:end], None if starts[i, begin] else state)
+            y = y.index_put((torch.tensor(i), torch.arange(begin, end)), z[0])
+        after.append(state)
+    return y, after
+
+
+@each(PACKED, quick=EACH)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bfloat16", "float16"])
+@pytest.mark.usefixtures("_long_rows")
+def test_packed_is_alone_in_half_precision(case: Case, dtype: torch.dtype):
+    """Outputs differ by half a spacing of the numbers near 1, gradients by two; a factor of 12 stays in its piece."""
+    if dtype == torch.float16 and "trigonometric" in case.name:
+        return  # denominators near 0 make gradients overflow, packed or not
+    module = case.build(dtype)
+    starts, lengths, pieces = _pieces(case)
+    x = inputs(module, *starts.shape).to(dtype).requires_grad_()
+    before = _before(module, case, len(x), dtype)
+    y, after = sequence.packed(module, x, starts, before, lengths)
+    expected, states = _alone(module, x, starts, pieces, before)
+    spacing = torch.finfo(dtype).eps
+    assert _difference(y, expected) <= spacing / 2
+    found, correct = (torch.cat([g.flatten() for g in gradients(module, z, x).values()]) for z in (y, expected))
+    assert _difference(found, correct) <= 2 * spacing
+    if case.causal:
+        more = inputs(module, 1, 3, seed=2).to(dtype)
+        for i, state in enumerate(states):
+            row = sequence.select(after, torch.tensor([i]))
+            assert _difference(module(more, row)[0], module(more, state)[0]) <= 2 * spacing
+    larger = x.detach().clone()
+    larger[0, case.unit + 1 :] *= 12
+    with torch.no_grad():
+        z, _ = sequence.packed(module, larger, starts, before, lengths)
+    assert _difference(z[0, : case.unit + 1], expected[0, : case.unit + 1]) <= spacing / 2
+
+
+def _difference(a: torch.Tensor, b: torch.Tensor) -> float:
+    assert a.isfinite().all()
+    return ((a.double() - b.double()).norm() / b.double().norm()).item()
+
+
+@each([case for case in PACKED if case.name in EACH], quick={"GatedDeltaNetAttention-chunk_size=4"})
+def test_packed_is_alone_where_it_is_compiled(case: Case):
+    module = case.build()
+    starts, lengths, pieces = _pieces(case)
+    x = inputs(module, *starts.shape).requires_grad_()
+    before = _before(module, case, len(x))
+    torch._dynamo.reset()
+    packed = torch.compile(partial(sequence.packed, module), backend="aot_eager")
+    y, after = packed(x, starts, before, lengths)
+    expected, states = _alone(module, x, starts, pieces, before)
+    assert_close(y, expected)
+    assert_close(gradients(module, y, x), gradients(module, expected, x))
+    for i, state in enumerate(states if case.causal else []):
+        _go_on_alike(module, sequence.select(after, torch.tensor([i])), state)
 
 
 @each(PACKED)

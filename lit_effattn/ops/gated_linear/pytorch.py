@@ -479,8 +479,8 @@ def _in_cpp(q: Tensor, k: Tensor, v: Tensor, state: Tensor) -> bool:
 
 def _backward(g: Tensor, g_state: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
     q, k, v, state, log_decay, beta, lengths, _ = arguments
-    optional = [None if t is None else t.new_empty(t.shape, dtype=state.dtype) for t in (log_decay, beta)]
-    results = [*(_empty(t, state.dtype) for t in (q, k, v)), *optional]
+    results = [None if t is None else _empty(t, state.dtype) for t in (q, k, v, log_decay)]
+    results.append(None if beta is None else _empty(beta[..., None], state.dtype)[..., 0])
     if _in_cpp(q, k, v, state):
         g_state = cpp_kernels.backward(g, g_state, q, k, v, state, log_decay, beta, lengths, results)
     else:
@@ -516,8 +516,9 @@ def _backward_shapes(
     g: Tensor, g_state: Tensor, q: Tensor, k: Tensor, v: Tensor, state: Tensor, *rest: Any
 ) -> tuple[Tensor, ...]:
     log_decay, beta, *_ = rest
-    optional = (q.new_empty(0) if t is None else t.new_empty(t.shape) for t in (log_decay, beta))
-    return *(_empty(t) for t in (q, k, v)), state.new_empty(state.shape), *optional
+    g_decay = q.new_empty(0) if log_decay is None else _empty(log_decay)
+    g_beta = q.new_empty(0) if beta is None else _empty(beta[..., None])[..., 0]
+    return *(_empty(t) for t in (q, k, v)), state.new_empty(state.shape), g_decay, g_beta
 
 
 _OPERATOR = Operator(

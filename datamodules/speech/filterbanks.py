@@ -110,20 +110,23 @@ class StreamingFilterbanks:
 
     The frames are those of the whole, for any division into pieces. At most a frame of samples is kept.
 
+    Attributes:
+        samples: The first samples (n,) of the next frame. None: nothing was read.
+
     Args:
         filterbanks: Computes the frames.
     """
 
     def __init__(self, filterbanks: Filterbanks) -> None:
         self.filterbanks = filterbanks
-        self._samples: Tensor | None = None
+        self.samples: Tensor | None = None
 
     def __call__(self, samples: Tensor) -> Tensor:
         """Return the next frames (T, F), T ≥ 0, after the next samples (n,), in −1 … 1."""
-        if self._samples is not None:
-            samples = torch.cat([self._samples, samples])
+        if self.samples is not None:
+            samples = torch.cat([self.samples, samples])
         features = self.filterbanks(samples)
-        self._samples = samples[len(features) * self.filterbanks.hop_samples :].clone()
+        self.samples = samples[len(features) * self.filterbanks.hop_samples :].clone()
         return features
 
 
@@ -132,19 +135,22 @@ class RunningNormalization:
 
     A recogniser that was trained with `normalize: utterance` or `speaker`, whose statistics look ahead, gets other
     features from it, above all in the first seconds.
+
+    Attributes:
+        moments: (3, F), `moments` of the frames so far. None: there was none.
     """
 
     def __init__(self) -> None:
-        self._moments: Tensor | None = None  # (3, F)
+        self.moments: Tensor | None = None
 
     def __call__(self, features: Tensor) -> Tensor:
         """Return the next frames (T, F), normalised."""
         if not len(features):
             return features
-        if self._moments is None:
-            self._moments = torch.zeros(3, features.size(-1), dtype=torch.double)
-        sums = running(features, self._moments)
-        self._moments = sums[:, -1]
+        if self.moments is None:
+            self.moments = torch.zeros(3, features.size(-1), dtype=torch.double)
+        sums = running(features, self.moments)
+        self.moments = sums[:, -1]
         return normalized(features, sums)
 
 

@@ -12,9 +12,11 @@ from torch import Tensor
 from lit_effattn.checkpoints.io import read_checkpoint
 from lit_effattn.checkpoints.runs import find_checkpoint, short
 from lit_effattn.checks import at_least
+from lit_effattn.datamodules.common.files import regular
 from lit_effattn.datamodules.speech.audio import stream_audio, stream_pcm
 from lit_effattn.settings import parsers
 from lit_effattn.tasks.ctc import BeamDecoder
+from lit_effattn.tasks.kept_states import check_replaceable, load_stream, save_stream
 from lit_effattn.tasks.speech import SpeechRecognizer
 from lit_effattn.tasks.speech_stream import SpeechStream, stream_features
 
@@ -27,10 +29,13 @@ def transcribe(args: list[str]) -> None:
 
     Raises:
         FileNotFoundError: If there is no such checkpoint.
-        ValueError: If the model is not a causal recogniser, its features look ahead, or the sound can't be read.
+        ValueError: If the model is not a causal recogniser, its features look ahead, or the sound or the state can't
+            be read.
     """
     given = parsers.transcribe().parse_args(args)
     at_least(1, block_ms=given.block_ms)
+    if given.save_state is not None:
+        check_replaceable(Path(given.save_state))
     decoder = None if given.beam_size is None else BeamDecoder(given.beam_size)
     path = find_checkpoint(given.ckpt_path, Path(given.root))
     model = SpeechRecognizer.load_from_checkpoint(path, map_location="cpu", trust=given.trust)
@@ -41,7 +46,12 @@ def transcribe(args: list[str]) -> None:
         )
     banks = features.filterbanks
     stream = SpeechStream(model, banks, features.normalization(), decoder)
-    for samples, last in _with_last(_sound(given.input, banks.sample_rate, given.block_ms)):
+    if given.state is not None:
+        load_stream(stream, regular(Path(given.state)))
+    if given.save_state is not None:
+        save_stream(stream, Path(given.save_state))  # an error now, not after an hour
+    blocks = _sound(given.input, banks.sample_rate, given.block_ms)
+    for samples, last in _with_last(blocks) if given.save_state is None else ((block, False) for block in blocks):
         for phone in stream(samples, last=last):
             if given.times:
                 print(f"{phone.start:.2f}\t{phone.phone}\t{phone.confidence:.2f}", flush=True)
@@ -49,6 +59,8 @@ def transcribe(args: list[str]) -> None:
                 print(phone.phone, end=" ", flush=True)
     if not given.times:
         print()
+    if given.save_state is not None:
+        save_stream(stream, Path(given.save_state))
 
 
 def _sound(name: str, sample_rate: int, block_ms: int) -> Iterator[Tensor]:

@@ -173,6 +173,15 @@ class FrontEndStream:
         self._first, self._n_frames = first, n_frames
         return y
 
+    @property
+    def kept(self) -> tuple[Tensor | None, int, int]:
+        """The feature vectors that are kept (None: nothing was read) and two counts. Setting it goes on from there."""
+        return self._x, self._first, self._n_frames
+
+    @kept.setter
+    def kept(self, kept: tuple[Tensor | None, int, int]) -> None:
+        self._x, self._first, self._n_frames = kept
+
 
 FrontEndFactory = Callable[[int, int], FrontEnd]
 """Makes a front end from the widths of a feature vector and of the model's input."""

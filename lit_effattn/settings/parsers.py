@@ -122,6 +122,17 @@ def transcribe() -> argparse.ArgumentParser:
         "model's decoder.",
     )
     made.add_argument("--block_ms", type=int, default=100, help="Milliseconds that are read at once. Default: 100.")
+    made.add_argument(
+        "--save_state",
+        metavar="FILE",
+        help="At the end of the input write where the stream stands. It does not end: --state goes on with more sound.",
+    )
+    made.add_argument(
+        "--state",
+        metavar="FILE",
+        help="Go on from this file, which --save_state wrote with the same checkpoint and options: the input is the "
+        "sound that follows, and times count from the beginning of the stream.",
+    )
     add_root(made)
     add_trust(made)
     return made

@@ -16,6 +16,11 @@ from lit_effattn.datamodules.common.bars import progress_bar
 from lit_effattn.generation.beam import LENGTH_PENALTY, LengthNorm, check_beam
 from lit_effattn.generation.sampling import Sampling
 
+_NO_STATE = (
+    ": it searches for whole targets; in Python several searches share what `remember` of the source returns, as their "
+    "`state`"
+)
+
 
 class Trainer(pl.Trainer):
     """See `lightning.pytorch.Trainer`."""
@@ -76,7 +81,7 @@ class Trainer(pl.Trainer):
             complete: Images: erase this fraction of test images, from the bottom, and let the model complete them.
             prompt: Text: how it begins.
             prompt_file: Text: a file with its beginning.
-            n_tokens: Text: tokens to draw. Default: 500.
+            n_tokens: Text: tokens to draw. Default: 500. Images: dimensions to draw. Default: those that are left.
             beam: Text and targets: search for the likeliest ones with this many hypotheses; `n` of them are written.
                 The search draws nothing, so `temperature`, `top_k`, `top_p`, `seed` and `compile` do not go with it. 1
                 is greedy. A text ends at `n_tokens`; of words, at a line end before. Targets are always searched for;
@@ -85,9 +90,9 @@ class Trainer(pl.Trainer):
                 length_penalty. 0 ranks by log p, more prefers longer ones. Default: 0.6, or the model's.
             length_norm: gnmt: as `length_penalty` says. average: by log p / tokens ** length_penalty, as fairseq and
                 transformers. Default: gnmt, or the model's.
-            state: Text: go on from this file, which `save_state` wrote with the same checkpoint. Without a prompt, and
-                with the same options, the text is that of a single longer call.
-            save_state: Text: a file to write, from which a later call goes on without reading the text again.
+            state: Text and images: go on from this file, which `save_state` wrote with the same checkpoint. Without a
+                prompt, and with the same options, the samples are those of a single longer call.
+            save_state: Text and images: a file to write, from which a later call goes on. Images need `n_tokens`.
             source: The text to write a target for.
             output: Folder to write to, which must not exist or be empty. Default: a new one in the run's `generated`.
 
@@ -114,7 +119,8 @@ class Trainer(pl.Trainer):
         given = {name: value for name, value in options.items() if value is not None}
         known = inspect.signature(task.write_samples).parameters
         for name in given.keys() - known.keys():
-            raise ValueError(f"--{name} {given[name]}: {type(model).__name__} has no such option")
+            more = _NO_STATE if name in ("state", "save_state") else ""
+            raise ValueError(f"--{name} {given[name]}: {type(model).__name__} has no such option{more}")
         for name, value in drawing.items() if "sampling" not in known else ():
             raise ValueError(f"--{name} {value}: {type(model).__name__} searches and draws nothing; leave it out")
         for name in options.keys() & known.keys() - given.keys():

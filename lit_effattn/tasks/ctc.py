@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 UNDECIDED = 1000
 """Number of frames after which a beam search on a stream decides for its likeliest hypothesis."""
 
+_NOT_KEPT = "the hypotheses of a search can't be kept; use GreedyDecoder, and leave --beam_size out"
+
 
 @torch.compiler.disable(reason="torch.compile can't infer the shape of the result of ctc_loss")
 def ctc_nll(log_probs: Tensor, lengths: Tensor, labels: Tensor, label_lengths: Tensor) -> tuple[Tensor, Tensor]:
@@ -115,6 +117,19 @@ class LabelStream(ABC):
             last: Whether the stream ends with them.
         """
 
+    @property
+    def kept(self) -> tuple[int, int]:
+        """The label of the last frame and the number of frames so far. Setting it goes on from there.
+
+        Raises:
+            ValueError: If more than these is needed to go on, as by default.
+        """
+        raise ValueError(_NOT_KEPT)
+
+    @kept.setter
+    def kept(self, kept: tuple[int, int]) -> None:
+        raise ValueError(_NOT_KEPT)
+
 
 class Decoder(HasInitArgs, ABC):
     """Chooses labels, given each frame's probabilities."""
@@ -168,6 +183,15 @@ class _GreedyStream(LabelStream):
             self._label = label
             self._n_frames += 1
         return labels
+
+    @property
+    def kept(self) -> tuple[int, int]:
+        """The label of the last frame and the number of frames so far."""
+        return self._label, self._n_frames
+
+    @kept.setter
+    def kept(self, kept: tuple[int, int]) -> None:
+        self._label, self._n_frames = kept
 
 
 class BeamDecoder(Decoder):

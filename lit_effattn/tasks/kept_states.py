@@ -1,47 +1,45 @@
-"""Files of states: where a generated sequence stops, for a later process to go on from."""
+"""Files of states: where a generated sequence or a stream of sound stops, for a later process to go on from."""
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from lit_effattn.checkpoints.files import DamagedError, whole
 from lit_effattn.generation import Kept
-from lit_effattn.sequence import SequenceModule, State
+from lit_effattn.sequence import SequenceModule, State, map_tensors
+
+if TYPE_CHECKING:
+    from lit_effattn.tasks.speech_stream import SpeechStream
 
 _METADATA = "lit_effattn_state"
 _TOKENS = "tokens"
+_LEVELS = "levels"
 
 
-def save_state(kept: Kept, path: Path, model: nn.Module, backbone: SequenceModule) -> None:
+def save_state(
+    kept: Kept, path: Path, model: nn.Module, backbone: SequenceModule, levels: Tensor | None = None
+) -> None:
     """Write a file that `load_state` reads: tensors in the safetensors format, and a few numbers as JSON.
 
     Args:
         kept: The state and the tokens that it has not read.
-        path: The file. An earlier one of this function is replaced, at once and as a whole.
+        path: The file. An earlier saved state is replaced, at once and as a whole.
         model: The model whose state it is. The file holds its fingerprint, not its weights.
         backbone: The module of `model` whose state it is.
+        levels: The images so far, which `load_images` returns. None: the state is of another sequence.
 
     Raises:
         FileExistsError: If there is a file that is not a state.
     """
-    from safetensors.torch import save_file
-
-    check_replaceable(path)
-    leaves = {_TOKENS: kept.tokens, **dict(_leaves(kept.state))}
-    leaves = {name: t.detach().cpu().contiguous().clone() for name, t in leaves.items()}
-    about = {"drawn": kept.drawn, "model": fingerprint(model), "sum": _digest(leaves), "sizes": _sizes(backbone)}
-    with whole(path) as part:
-        part.touch()
-        mode = part.stat().st_mode  # safetensors lets the owner alone read its files
-        save_file(leaves, part, {_METADATA: json.dumps(about)})
-        part.chmod(mode)
+    leaves = {_TOKENS: kept.tokens, **dict(_leaves(kept.state)), **({} if levels is None else {_LEVELS: levels})}
+    _write(path, leaves, {"drawn": kept.drawn}, model, backbone)
 
 
 def load_state(path: Path, model: nn.Module, backbone: SequenceModule) -> Kept:
@@ -56,27 +54,55 @@ def load_state(path: Path, model: nn.Module, backbone: SequenceModule) -> Kept:
         DamagedError: If the file is damaged, or not a saved state.
         ValueError: If it is the state of another model, or of another size.
     """
-    from safetensors import SafetensorError
-    from safetensors.torch import load_file
-
-    about = _about(path)
-    try:
-        leaves = load_file(path)
-    except (SafetensorError, ValueError) as error:
-        raise DamagedError(f"{path} can't be read as a state: {error}") from error
-    if about is None or about.keys() != {"drawn", "model", "sum", "sizes"} or _TOKENS not in leaves:
-        raise DamagedError(f"{path} is not a saved state: `lit-effattn generate --save_state` writes them")
-    if about["sum"] != _digest(leaves) or type(about["drawn"]) is not int:
-        raise DamagedError(f"{path} is damaged: its checksum differs")
-    if about["model"] != fingerprint(model):
-        raise ValueError(f"{path} is the state of a model with other weights; give the checkpoint that wrote it")
-    device = next(model.parameters()).device
-    leaves = {name: t.to(device) for name, t in leaves.items()}
+    leaves, about = _read(path, {"drawn"}, {_TOKENS}, model, backbone, "generate")
     tokens = leaves.pop(_TOKENS)
     empty = backbone.initial_state(len(tokens), max_len=1, device=torch.device("meta"))
-    if about["sizes"] != _sizes(backbone) or dict(_leaves(empty)).keys() != leaves.keys():
-        raise ValueError(f"{path} is a state of other sizes: give the options of memory with which it was written")
-    return Kept(_filled(empty, leaves), tokens, about["drawn"])
+    return Kept(_filled(empty, leaves, path), tokens, about["drawn"])
+
+
+def load_images(path: Path, model: nn.Module, backbone: SequenceModule) -> tuple[Kept, Tensor]:
+    """Read a file of `save_state` with images, and return the state and the levels so far (n, P): see `load_state`."""
+    leaves, about = _read(path, {"drawn"}, {_TOKENS, _LEVELS}, model, backbone, "generate")
+    tokens, levels = leaves.pop(_TOKENS), leaves.pop(_LEVELS)
+    empty = backbone.initial_state(len(tokens), max_len=1, device=torch.device("meta"))
+    return Kept(_filled(empty, leaves, path), tokens, about["drawn"]), levels
+
+
+def save_stream(stream: SpeechStream, path: Path) -> None:
+    """Write a file from which `load_stream` goes on: see `save_state`.
+
+    Args:
+        stream: A stream of sound, before its end.
+        path: The file. An earlier saved state is replaced, at once and as a whole.
+
+    Raises:
+        FileExistsError: If there is a file that is not a state.
+        ValueError: If the stream's decoder can't be kept.
+    """
+    kept, model = stream.kept, stream.model
+    leaves = {**dict(_leaves(kept.state)), **{n: t for n, t in kept._asdict().items() if isinstance(t, Tensor)}}
+    _write(path, leaves, {"stream": stream.options}, model, model.backbone)
+
+
+def load_stream(stream: SpeechStream, path: Path) -> None:
+    """Let a new stream go on where `save_stream` stopped.
+
+    Args:
+        stream: A stream with the weights and the options of the one that wrote the file.
+        path: The file.
+
+    Raises:
+        DamagedError: If the file is damaged, or not a saved state of a stream.
+        ValueError: If it is the state of another model, of another size, or of a stream with other options.
+    """
+    backbone = stream.model.backbone
+    leaves, about = _read(path, {"stream"}, {"counts"}, stream.model, backbone, "transcribe")
+    if about["stream"] != stream.options:
+        written = ", ".join(f"{name} {value}" for name, value in about["stream"].items())
+        raise ValueError(f"{path} is of a stream with other options; give those with which it was written: {written}")
+    given = {name: leaves.pop(name, None) for name in stream.kept._fields if name != "state"}
+    state = _filled(backbone.initial_state(1, device=torch.device("meta")), leaves, path) if leaves else None
+    stream.kept = stream.kept._replace(**given, state=state)
 
 
 def check_replaceable(path: Path) -> None:
@@ -88,6 +114,59 @@ def check_replaceable(path: Path) -> None:
 def fingerprint(model: nn.Module) -> str:
     """Return the SHA-256 of the weights' names, types, shapes and bytes."""
     return _digest(model.state_dict())
+
+
+def _write(
+    path: Path, leaves: Mapping[str, Tensor], numbers: dict[str, Any], model: nn.Module, backbone: SequenceModule
+) -> None:
+    from safetensors.torch import save_file
+
+    check_replaceable(path)
+    leaves = {name: t.detach().cpu().contiguous().clone() for name, t in leaves.items()}
+    about = {**numbers, "model": fingerprint(model), "sizes": _sizes(backbone)}
+    about["sum"] = _digest(leaves, about)
+    with whole(path) as part:
+        part.touch()
+        mode = part.stat().st_mode  # safetensors lets the owner alone read its files
+        save_file(leaves, part, {_METADATA: json.dumps(about)})
+        part.chmod(mode)
+
+
+def _read(
+    path: Path, numbers: set[str], tensors: set[str], model: nn.Module, backbone: SequenceModule, command: str
+) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Return the tensors of a file of `_write`, on the device of `model`, and what it says of itself.
+
+    Args:
+        path: The file.
+        numbers: The names of the numbers that it must have.
+        tensors: The names of some tensors that it must have.
+        model: The model whose state it must be.
+        backbone: The module of `model` whose state it must be.
+        command: The command that writes such files.
+
+    Raises:
+        DamagedError: If the file is damaged, or not such a file.
+        ValueError: If it is the state of another model, or of another size.
+    """
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+
+    about = _about(path)
+    try:
+        leaves = load_file(path)
+    except (SafetensorError, ValueError) as error:
+        raise DamagedError(f"{path} can't be read as a state: {error}") from error
+    if about is None or about.keys() != {*numbers, "model", "sum", "sizes"} or not tensors <= leaves.keys():
+        raise DamagedError(f"{path} is not a saved state: `lit-effattn {command} --save_state` writes them")
+    if about.pop("sum") != _digest(leaves, about):
+        raise DamagedError(f"{path} is damaged: its checksum differs")
+    if about["model"] != fingerprint(model):
+        raise ValueError(f"{path} is the state of a model with other weights; give the checkpoint that wrote it")
+    if about["sizes"] != _sizes(backbone):
+        raise ValueError(f"{path} is a state of other sizes: give the options of memory with which it was written")
+    device = next(model.parameters()).device
+    return {name: t.to(device) for name, t in leaves.items()}, about
 
 
 def _about(path: Path) -> dict[str, Any] | None:
@@ -102,8 +181,8 @@ def _about(path: Path) -> dict[str, Any] | None:
     return about if isinstance(about, dict) else None
 
 
-def _digest(tensors: dict[str, Tensor]) -> str:
-    digest = hashlib.sha256()
+def _digest(tensors: dict[str, Tensor], about: dict[str, Any] | None = None) -> str:
+    digest = hashlib.sha256(json.dumps(about, sort_keys=True).encode())
     for name, t in sorted(tensors.items()):
         digest.update(f"{name} {t.dtype} {tuple(t.shape)}\n".encode())
         digest.update(t.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
@@ -119,12 +198,13 @@ def _leaves(state: State, name: str = "state") -> Iterator[tuple[str, Tensor]]:
             yield from _leaves(part, f"{name}.{i}")
 
 
-def _filled(like: State, leaves: dict[str, Tensor], name: str = "state") -> State:
-    """Return a state of the structure of `like` with other tensors."""
-    if not isinstance(like, tuple):
-        return leaves.get(name)
-    parts = [_filled(part, leaves, f"{name}.{i}") for i, part in enumerate(like)]
-    return type(like)(*parts) if hasattr(like, "_fields") else tuple(parts)
+def _filled(like: State, leaves: dict[str, Tensor], path: Path) -> State:
+    """Return a state of the structure of `like` with the tensors `leaves`, which were read from `path`."""
+    names = [name for name, _ in _leaves(like)]
+    if leaves.keys() != {*names}:
+        raise ValueError(f"{path} is a state of other sizes: give the options of memory with which it was written")
+    in_order = iter(names)
+    return map_tensors(lambda _: leaves[next(in_order)], like)
 
 
 def _sizes(backbone: SequenceModule) -> list[list[Any]]:

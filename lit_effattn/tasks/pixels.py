@@ -15,13 +15,16 @@ from torch import Tensor, nn
 
 from lit_effattn.attention.positions import bind
 from lit_effattn.checkpoints.runs import short
+from lit_effattn.datamodules.common.files import regular
 from lit_effattn.datamodules.images.pixels import levels_to_images
 from lit_effattn.drawing.images import grid, labelled_rows, save_png
-from lit_effattn.generation.sampling import AS_TRAINED, Sampling, SamplingOptions, generate
+from lit_effattn.generation.sampling import AS_TRAINED, Kept, Sampling, SamplingOptions, generate
 from lit_effattn.nn.evaluating import evaluating
 from lit_effattn.nn.heads import CategoricalHead, HeadFactory
 from lit_effattn.sequence import SequenceModule, State
 from lit_effattn.tasks.base import Objective, Task, check_backbone, check_integers
+from lit_effattn.tasks.kept_states import check_replaceable, load_images
+from lit_effattn.tasks.kept_states import save_state as save_state_file
 from lit_effattn.tasks.metrics import BitsPerDim
 
 if TYPE_CHECKING:
@@ -133,6 +136,9 @@ class PixelModel(Task):
         n: int = 1,
         *,
         given: Tensor | None = None,
+        n_dims: int | None = None,
+        kept: Kept | None = None,
+        keep: Callable[[Kept], None] | None = None,
         sampling: Sampling = AS_TRAINED,
         progress: Callable[[Iterable[int]], Iterable[int]] = iter,
         **options: Unpack[SamplingOptions],
@@ -142,16 +148,20 @@ class PixelModel(Task):
         Args:
             n: Number of images.
             given: (n, P) levels of the first P dimensions of each image, which the model completes. `n` is ignored.
+            n_dims: Number of dimensions to draw. Default: the rest of the image.
+            kept: Go on from here, where the call ended that returned `given`: see `generation.generate`.
+            keep: Called at the end with what a later call takes as `kept`.
             sampling: Options of sampling.
             progress: Wraps the iterable of steps, for a progress bar.
             options: Fields of `generation.Sampling` (`temperature`, `top_k`, `top_p`, `seed`, `compile`) that replace
                 those of `sampling`.
 
         Returns:
-            (n, H·W·C) levels, `given` included.
+            (n, H·W·C) levels, `given` included; with `n_dims`, those so far.
 
         Raises:
-            ValueError: If `given` is not a tensor of levels, or has no dimension left to draw.
+            ValueError: If `given` is not a tensor of levels, has too few dimensions left to draw, or is not what `kept`
+                ended with.
         """
         if given is None:
             given = torch.empty(n, 0, dtype=torch.long)
@@ -161,10 +171,19 @@ class PixelModel(Task):
             raise ValueError(
                 f"given holds {given.size(1)} of an image's {self.n_dims} dimensions: none is left to draw"
             )
-        prompt, n_left = self._prompt(given), self.n_dims - given.size(1)
-        how: Any = {"sampling": sampling, "progress": progress, **options}
+        n_left = self.n_dims - given.size(1)
+        if n_dims is not None and not 1 <= n_dims <= n_left:
+            raise ValueError(f"n_dims={n_dims} must be from 1 to {n_left}, the number of dimensions left to draw")
+        prompt = self._prompt(given)
+        if kept is not None:
+            prompt = given[:, :0]
+            length = getattr(kept.state, "length", None)
+            read = None if length is None else torch.full_like(length, given.size(1))
+            if not torch.equal(given[:, -1:], kept.tokens) or (read is not None and not torch.equal(length, read)):
+                raise ValueError("given does not end where kept does; give what the call with keep returned")
+        how: Any = {"sampling": sampling, "kept": kept, "keep": keep, "progress": progress, **options}
         with evaluating(self):
-            drawn = generate(self.backbone, self.embedding, self.head, prompt, n_left, **how)
+            drawn = generate(self.backbone, self.embedding, self.head, prompt, n_dims or n_left, **how)
         return torch.cat([given, drawn], 1)
 
     def write_samples(
@@ -176,6 +195,9 @@ class PixelModel(Task):
         sampling: Sampling,
         progress: Callable[[Iterable[int]], Iterable[int]],
         complete: float | None = None,
+        n_tokens: int | None = None,
+        state: str | None = None,
+        save_state: str | None = None,
     ) -> str:
         """Draw images, or complete test images, and write them: see `Task.write_samples`.
 
@@ -186,29 +208,70 @@ class PixelModel(Task):
             sampling: Options of sampling.
             progress: Wraps the iterable of steps.
             complete: The fraction to erase of each test image, from the bottom. Default: draw whole images.
+            n_tokens: Number of dimensions to draw. Default: the rest. Those left are grey, and −1 among the levels.
+            state: Go on from this file: draw more of the images that `save_state` ended.
+            save_state: A file to write, from which a later call goes on.
 
         Raises:
-            ValueError: If `complete` is not between 0 and 1, or there are fewer than `n` test images.
+            ValueError: If an option is out of range, options contradict each other, there are fewer than `n` test
+                images, or the state can't be read.
+            FileExistsError: If `save_state` exists and is not a saved state.
         """
-        n = 16 if n is None else n
+        ends: list[Kept] = []
         h, w, c = self.image_shape
+        kept, given = self._kept(state, n, complete, save_state)
+        n = 16 if n is None else n
         originals = None if complete is None else _test_images(datamodule, n, complete)
-        kept = None if originals is None else originals[:, : _kept(complete or 0.0, (h, w, c))]
-        levels = self.sample(n, given=kept, sampling=sampling, progress=progress).cpu()
-        images, into = self.to_images(levels), folder()
+        if originals is not None:
+            given = originals[:, : _given(complete or 0.0, (h, w, c))]
+        left = self.n_dims - (0 if given is None else given.size(1))
+        if n_tokens is not None and not 1 <= n_tokens <= left:
+            raise ValueError(f"--n_tokens {n_tokens} must be from 1 to {left}, the dimensions left to draw")
+        if save_state is not None and n_tokens in (None, left):
+            raise ValueError(f"--save_state {save_state}: whole images can't go on; give --n_tokens below {left}")
+        how: Any = {"sampling": sampling, "progress": progress}
+        levels = self.sample(n, given=given, n_dims=n_tokens, kept=kept, keep=ends.append, **how).cpu()
+        if save_state is not None:
+            save_state_file(ends[0], Path(save_state), self, self.backbone, levels)
+        images, into = self._partial_images(levels), folder()
+        levels = nn.functional.pad(levels, (0, self.n_dims - levels.size(1)), value=-1)
         np.save(into / "samples.npy", levels.view(-1, *self.image_shape).to(torch.int16).numpy())
-        if originals is None or kept is None:
+        if originals is None or given is None:
             path = save_png(grid(images), into / "samples.png")
         else:
-            erased = self.to_images(originals).clone()
-            hidden = torch.arange(originals.size(1)).view(self.image_shape).permute(2, 0, 1) >= kept.size(1)
             rows = {
-                "given": erased.masked_fill(hidden, 128),
+                "given": self._partial_images(given),
                 "completed": images,
                 "original": self.to_images(originals),
             }
             path = labelled_rows(rows, into / "completed.png")
         return f"picture: {short(path)}\nlevels:  {short(into / 'samples.npy')}"
+
+    def _kept(
+        self, state: str | None, n: int | None, complete: float | None, save_state: str | None
+    ) -> tuple[Kept | None, Tensor | None]:
+        """Return the state in a file and its images, after checks of the options that go with it.
+
+        Raises:
+            ValueError: If an option does not go with it, or it can't be read.
+            FileExistsError: If `save_state` exists and is not a saved state.
+        """
+        if save_state is not None:
+            check_replaceable(Path(save_state))
+        if state is None:
+            return None, None
+        if complete is not None:
+            raise ValueError("--state and --complete were both given: a state has its own images; leave one out")
+        kept, levels = load_images(regular(Path(state)), self, self.backbone)
+        if n not in (None, len(levels)):
+            raise ValueError(f"--n {n}: {state} has {len(levels)} images; leave --n out")
+        return kept, levels
+
+    def _partial_images(self, levels: Tensor) -> Tensor:
+        """(n, P) levels -> (n, C, H, W) uint8, grey where there are none."""
+        n_missing = self.n_dims - levels.size(1)
+        hidden = torch.arange(self.n_dims).view(self.image_shape).permute(2, 0, 1) >= levels.size(1)
+        return self.to_images(nn.functional.pad(levels, (0, n_missing))).masked_fill(hidden, 128)
 
     def to_images(self, levels: Tensor) -> Tensor:
         """(n, H·W·C) levels -> (n, C, H, W) uint8, 0 black and 255 white."""
@@ -279,7 +342,7 @@ def _test_images(datamodule: pl.LightningDataModule | None, n: int, complete: fl
     return images.long()
 
 
-def _kept(complete: float, image_shape: tuple[int, int, int]) -> int:
+def _given(complete: float, image_shape: tuple[int, int, int]) -> int:
     """Return the number of dimensions that are not erased, if possible whole rows."""
     h, w, c = image_shape
     rows = round(h * (1 - complete))

@@ -35,6 +35,24 @@ class RecognizedPhone(NamedTuple):
     confidence: float
 
 
+class KeptStream(NamedTuple):
+    """The position of a stream of sound, from which it can go on: see `SpeechStream.kept`.
+
+    Attributes:
+        samples: (n,), samples of the frame that is not complete yet. None: nothing was read.
+        moments: (3, F), of the frames so far. None: `normalize` has no running statistics.
+        features: (1, K, F), feature vectors that the front end needs. None: nothing was read.
+        counts: (5,) integers: two of the front end, the outputs to be dropped, the last label, the number of outputs.
+        state: The backbone's.
+    """
+
+    samples: Tensor | None
+    moments: Tensor | None
+    features: Tensor | None
+    counts: Tensor
+    state: State | None
+
+
 class StreamFeatures(NamedTuple):
     """The features of a stream of sound.
 
@@ -139,6 +157,35 @@ class SpeechStream:
         self.state: State | None = None
         self._ahead = model.look_ahead  # number of outputs that are still to be dropped
         self._labels = (decoder or model.decoder).stream(model.phones)
+
+    @property
+    def kept(self) -> KeptStream:
+        """The position of the stream. Setting it lets this stream, or another with the same options, go on from there.
+
+        Raises:
+            ValueError: If the decoder can't be kept: a beam search.
+        """
+        features, *front_end = self._front_end.kept
+        counts = torch.tensor([*front_end, self._ahead, *self._labels.kept])
+        moments = getattr(self.normalize, "moments", None)
+        return KeptStream(self._filterbanks.samples, moments, features, counts, self.state)
+
+    @kept.setter
+    def kept(self, kept: KeptStream) -> None:
+        first, n_frames, self._ahead, *labels = kept.counts.tolist()
+        self._labels.kept = labels[0], labels[1]
+        self._front_end.kept = kept.features, first, n_frames
+        self._filterbanks.samples = kept.samples
+        if isinstance(self.normalize, RunningNormalization):
+            self.normalize.moments = kept.moments
+        self.state = kept.state
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """The options on which `kept` depends, beside the model's."""
+        banks, by_sound = self._filterbanks.filterbanks, isinstance(self.normalize, RunningNormalization)
+        chosen = "running" if by_sound else "none" if self.normalize is None else "corpus"
+        return {"sample_rate": banks.sample_rate, "filterbanks": repr(banks), "normalize": chosen}
 
     @torch.inference_mode()
     def log_probs(self, samples: Tensor, *, last: bool = False) -> Tensor:

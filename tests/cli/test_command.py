@@ -168,6 +168,36 @@ def test_completing_keeps_what_is_not_erased(run: Path):
     assert (run / "generated" / "samples" / "completed.png").is_file()
 
 
+def test_images_go_on_from_a_saved_state(run: Path, capsys: pytest.CaptureFixture[str]):
+    generate = ["generate", "--ckpt_path", "last", "--seed", "2"]
+    first = ["--n", "3", "--n_tokens", "30", "--save_state", "s.state"]
+    goes_on = ["--state", "s.state"]
+    drawn = []
+    for i, flags in enumerate((["--n", "3"], first, [*goes_on, "--n_tokens", "2"], goes_on)):
+        main([*generate, *flags, "--output", f"drawn{i}"])
+        drawn.append(np.load(f"drawn{i}/samples.npy").reshape(3, 64))
+    whole, half, more, rest = drawn
+    assert np.array_equal(rest, whole)
+    for levels, n in ((half, 30), (more, 32)):
+        assert np.array_equal(levels[:, :n], whole[:, :n])
+        assert (levels[:, n:] == -1).all()
+    main([*generate, "--n", "3", "--complete", "0.25", "--n_tokens", "7", "--save_state", "s.state"])
+    main([*generate, *goes_on, "--output", "completed"])
+    main([*generate, "--n", "3", "--complete", "0.25", "--output", "at_once"])
+    assert np.array_equal(np.load("completed/samples.npy"), np.load("at_once/samples.npy"))
+    capsys.readouterr()
+    Path("other.state").write_text("x")
+    for args, words in (
+        ([*goes_on, "--n", "2"], "--n 2: s.state has 3 images; leave --n out"),
+        ([*goes_on, "--complete", "0.5"], "--state and --complete were both given"),
+        ([*goes_on, "--n_tokens", "10"], "--n_tokens 10 must be from 1 to 9"),
+        (["--save_state", "t.state"], "whole images can't go on; give --n_tokens below 64"),
+        (["--n_tokens", "1", "--save_state", "other.state"], "other.state exists and is not a saved state"),
+        (["--state", "other.state"], "other.state can't be read as a state"),
+    ):
+        assert words in fails(capsys, "generate", "--ckpt_path", "last", *args)
+
+
 def test_generating_refuses_what_it_cannot_do(run: Path, capsys: pytest.CaptureFixture[str]):
     for args, words in (
         (["--n", "0"], "--n 0"),

@@ -160,6 +160,9 @@ def test_mistakes_are_one_line(capsys: pytest.CaptureFixture[str]):
     assert "--prompt a: SequenceToSequence has no such option" in fails(
         capsys, "generate", "--ckpt_path", "last", "--source", "a", "--prompt", "a"
     )
+    assert "searches for whole targets; in Python several searches share what `remember`" in fails(
+        capsys, "generate", "--ckpt_path", "last", "--source", "a", "--save_state", "s.state"
+    )
     assert "--temperature 0.5: SequenceToSequence searches and draws nothing" in fails(
         capsys, "generate", "--ckpt_path", "last", "--source", "a", "--temperature", "0.5"
     )

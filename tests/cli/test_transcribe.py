@@ -74,6 +74,28 @@ def test_a_beam_is_that_of_predict(capsys: pytest.CaptureFixture[str]):
     )
 
 
+def test_a_stream_goes_on_from_a_saved_state(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    """Two parts of a recording, cut at a border of blocks, print what the whole prints."""
+    recordings = [soundfile.read(f"data/tones/test/{i}.wav") for i in range(6)]
+    samples, rate = np.concatenate([samples for samples, _ in recordings]), recordings[0][1]
+    cut, file = rate // 10 * 10, str(tmp_path / "s.state")
+    for name, part in {"whole": samples, "first": samples[:cut], "rest": samples[cut:]}.items():
+        soundfile.write(tmp_path / f"{name}.wav", part, rate)
+    whole = transcribed(capsys, str(tmp_path / "whole.wav"), "--times")
+    first = transcribed(capsys, str(tmp_path / "first.wav"), "--times", "--save_state", file)
+    rest = transcribed(capsys, str(tmp_path / "rest.wav"), "--times", "--state", file)
+    assert first + rest == whole
+    assert first
+    assert rest
+    (tmp_path / "x.state").write_text("x")
+    for args, words in (
+        (["--state", str(tmp_path / "x.state")], "x.state can't be read as a state"),
+        (["--save_state", str(tmp_path / "x.state")], "x.state exists and is not a saved state"),
+        (["--state", file, "--normalize", "running"], "a stream with other options"),
+    ):
+        assert words in fails(capsys, "transcribe", *TRUST, "--ckpt_path", "last", RECORDING, *args)
+
+
 def test_features_that_look_ahead_need_a_choice(capsys: pytest.CaptureFixture[str], folder: Path):
     path = next(folder.rglob("last.ckpt"))
     checkpoint = torch.load(path, weights_only=True)

@@ -12,8 +12,8 @@ from safetensors.torch import load_file, save_file
 from lit_effattn import LSTM, Transformer, attention, sequence
 from lit_effattn.checkpoints.files import DamagedError
 from lit_effattn.generation import Kept
-from lit_effattn.tasks import LanguageModel
-from lit_effattn.tasks.kept_states import fingerprint, load_state, save_state
+from lit_effattn.tasks import LanguageModel, PixelModel
+from lit_effattn.tasks.kept_states import fingerprint, load_images, load_state, save_state
 
 V = 11
 INFINITE = {"mem_len": 3, "segment_len": 3, "n_basis": 4, "widths": [0.1], "n_samples": 8}
@@ -38,12 +38,20 @@ OPTIONS: dict[str, dict[str, Any]] = {
 KINDS = [*OPTIONS, "LSTM"]
 
 
+def backbone(kind: str, **options: Any) -> LSTM | Transformer:
+    if kind == "LSTM":
+        return LSTM(16, 2)
+    return Transformer(16, 2, 2, attention=partial(getattr(attention, kind), **{**OPTIONS[kind], **options}))
+
+
 def made(kind: str = "LinearAttention", seed: int = 0, **options: Any) -> LanguageModel:
     torch.manual_seed(seed)
-    if kind == "LSTM":
-        return LanguageModel(LSTM(16, 2), V, embedding_std=1.0).double().eval()
-    kinds = partial(getattr(attention, kind), **{**OPTIONS[kind], **options})
-    return LanguageModel(Transformer(16, 2, 2, attention=kinds), V, embedding_std=1.0).double().eval()
+    return LanguageModel(backbone(kind, **options), V, embedding_std=1.0).double().eval()
+
+
+def drawing(kind: str = "LinearAttention") -> PixelModel:
+    torch.manual_seed(0)
+    return PixelModel(backbone(kind), (3, 4, 2), V).double().eval()
 
 
 def kept_after(model: LanguageModel, prompt: torch.Tensor, n: int, **options: Any) -> tuple[torch.Tensor, Kept]:
@@ -77,6 +85,43 @@ def test_a_sequence_goes_on_from_its_file_as_from_memory(kind: str, tmp_path: Pa
     pairs = [*zip(sequence.tensors(loaded.state), sequence.tensors(kept.state), strict=True)]
     assert pairs
     assert all(torch.equal(a, b) and a.dtype == b.dtype for a, b in pairs)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_image_goes_on_from_its_file_as_from_memory(kind: str, tmp_path: Path):
+    """Two parts are one, after a beginning that is given and one that is drawn."""
+    model, file = drawing(kind), tmp_path / "s.state"
+    given = torch.tensor([[1, 2], [3, 4], [10, 0]])
+    whole = model.sample(given=given, seed=3)
+    ends: list[Kept] = []
+    first = model.sample(given=given, n_dims=9, keep=ends.append, seed=3)
+    assert torch.equal(first, whole[:, :11])
+    save_state(ends[0], file, model, model.backbone, first)
+    loaded, levels = load_images(file, model, model.backbone)
+    assert torch.equal(levels, first)
+    for part in (ends[0], loaded):
+        assert torch.equal(model.sample(given=levels, n_dims=6, kept=part, keep=ends.append, seed=3), whole[:, :17])
+        assert torch.equal(model.sample(given=levels, kept=part, seed=3), whole)
+    pairs = [*zip(sequence.tensors(ends[1].state), sequence.tensors(ends[2].state), strict=True)]
+    assert pairs
+    assert all(torch.equal(a, b) for a, b in pairs)
+
+
+def test_an_image_does_not_go_on_from_others(tmp_path: Path):
+    model, file, ends = drawing(), tmp_path / "s.state", list[Kept]()
+    first = model.sample(2, n_dims=5, keep=ends.append)
+    for other in (first[:1], first[:, :4], (first + 1) % V, torch.cat([first, first[:, -1:]], 1)):
+        with pytest.raises(ValueError, match="given does not end where kept does"):
+            model.sample(given=other, kept=ends[0])
+    for n_dims in (0, 20):
+        with pytest.raises(ValueError, match=f"n_dims={n_dims} must be from 1 to 19"):
+            model.sample(given=first, kept=ends[0], n_dims=n_dims)
+    save_state(ends[0], file, model, model.backbone)
+    with pytest.raises(DamagedError, match="is not a saved state"):
+        load_images(file, model, model.backbone)
+    save_state(ends[0], file, model, model.backbone, first)
+    with pytest.raises(ValueError, match="a state of other sizes"):
+        load_state(file, model, model.backbone)
 
 
 @pytest.mark.parametrize("kind", ["TransformerXLAttention", "CompressiveAttention", "InfiniteAttention"])
@@ -155,6 +200,10 @@ def test_other_files_are_refused_and_kept(tmp_path: Path):
         save_file(tensors, path, changed or None)
         with pytest.raises(DamagedError, match=r"s.state is not a saved state: `lit-effattn generate --save_state`"):
             load_state(path, model, model.backbone)
+    drawn = json.loads(about["lit_effattn_state"])
+    save_file(tensors, path, {"lit_effattn_state": json.dumps({**drawn, "drawn": 3})})
+    with pytest.raises(DamagedError, match="its checksum differs"):
+        load_state(path, model, model.backbone)
     other = tmp_path / "notes.txt"
     other.write_text("mine")
     with pytest.raises(FileExistsError, match="exists and is not a saved state"):

@@ -1,6 +1,7 @@
 """A stream gives what the whole recording gives, for every causal kind, front end and division into pieces."""
 
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,14 +18,17 @@ from lit_effattn.attention import (
     TransformerXLAttention,
     WindowedLinearAttention,
 )
+from lit_effattn.checkpoints.files import DamagedError
 from lit_effattn.datamodules import Filterbanks
 from lit_effattn.datamodules.speech.filterbanks import RunningNormalization
 from lit_effattn.datamodules.speech.utterances import SpeechBatch
+from lit_effattn.generation import Kept
 from lit_effattn.nn.front_ends import ConvSubsampling, FrameStacking, Projection
 from lit_effattn.sequence import tensors
 from lit_effattn.tasks import SpeechRecognizer
 from lit_effattn.tasks.ctc import BeamDecoder, GreedyDecoder
-from lit_effattn.tasks.speech_stream import SpeechStream
+from lit_effattn.tasks.kept_states import load_stream, save_state, save_stream
+from lit_effattn.tasks.speech_stream import KeptStream, RecognizedPhone, SpeechStream
 
 PHONES = ("a", "b", "c", "d")
 KINDS: dict[str, Any] = {
@@ -122,6 +126,72 @@ def test_a_beam_stream_gives_the_phones_of_the_whole():
     log_probs = whole(recognizer, banks(samples))
     (labels,) = decoder(log_probs[None], torch.tensor([len(log_probs)]), PHONES)
     assert [phone.phone for phone in phones] == [PHONES[label - 1] for label in labels]
+
+
+def heard(stream: SpeechStream, pieces: list[torch.Tensor]) -> list[RecognizedPhone]:
+    """The phones of the last pieces of a stream."""
+    return [phone for i, p in enumerate(pieces) for phone in stream(p, last=i == len(pieces) - 1)]
+
+
+@pytest.mark.parametrize(
+    ("kind", "front_end", "look_ahead"),
+    [("softmax", "conv", 0), ("linear", "stacking", 3), ("xl", "conv", 3), ("lstm", "conv", 9)],
+)
+def test_a_stream_goes_on_from_its_file_as_from_memory(kind: str, front_end: str, look_ahead: int, tmp_path: Path):
+    """Another stream goes on after any piece. Going on changes neither the position in memory nor the file."""
+    recognizer, banks = model(kind, front_end, look_ahead), Filterbanks(8000, n_mels=10)
+    pieces = [*sound(6000).split([150, 1, 0, 700, 1149, 2900, 1100]), torch.zeros(0)]
+    streams = [SpeechStream(recognizer, banks, RunningNormalization()) for _ in range(4)]
+    expected, other, loaded, back = streams
+    whole, log_probs, positions = [], [], []
+    for i, piece in enumerate(pieces):
+        save_stream(expected, tmp_path / f"{i}.state")
+        positions.append((expected.kept, len(whole)))
+        whole += expected(piece, last=i == len(pieces) - 1)
+        log_probs.append(other.log_probs(piece, last=i == len(pieces) - 1))
+    assert whole
+    for i, (kept, n_before) in enumerate(positions):
+        load_stream(loaded, tmp_path / f"{i}.state")
+        pairs = [*zip(leaves(loaded.kept), leaves(kept), strict=True)]
+        assert all(torch.equal(a, b) and a.dtype == b.dtype for a, b in pairs)
+        assert heard(loaded, pieces[i:]) == whole[n_before:]
+        back.kept = kept
+        assert torch.equal(torch.cat(read(back, pieces[i:])), torch.cat(log_probs[i:]))
+        back.kept = kept
+        assert heard(back, pieces[i:]) == whole[n_before:]
+
+
+def read(stream: SpeechStream, pieces: list[torch.Tensor]) -> list[torch.Tensor]:
+    return [stream.log_probs(p, last=i == len(pieces) - 1) for i, p in enumerate(pieces)]
+
+
+def leaves(kept: KeptStream) -> list[torch.Tensor]:
+    return [*tensors(tuple(kept))]
+
+
+def test_streams_that_do_not_go_on(tmp_path: Path):
+    recognizer, banks, file = model("linear"), Filterbanks(8000, n_mels=10), tmp_path / "s.state"
+    stream = SpeechStream(recognizer, banks, RunningNormalization())
+    stream(sound(2000))
+    save_stream(stream, file)
+    with pytest.raises(ValueError, match=r"a stream with other options; .*: sample_rate 8000, .*, normalize running"):
+        load_stream(SpeechStream(recognizer, banks), file)
+    with pytest.raises(ValueError, match="a stream with other options"):
+        load_stream(SpeechStream(recognizer, Filterbanks(11025, n_mels=10), RunningNormalization()), file)
+    other = model("lstm")
+    with pytest.raises(ValueError, match="other weights; give the checkpoint that wrote it"):
+        load_stream(SpeechStream(other, banks, RunningNormalization()), file)
+    kept = Kept(recognizer.backbone.initial_state(1), torch.zeros(1, 1, dtype=torch.long), 1)
+    save_state(kept, file, recognizer, recognizer.backbone)
+    with pytest.raises(DamagedError, match="is not a saved state: `lit-effattn transcribe --save_state` writes them"):
+        load_stream(stream, file)
+
+
+def test_a_beam_search_is_not_kept(tmp_path: Path):
+    pytest.importorskip("flashlight")
+    stream = SpeechStream(model("linear"), Filterbanks(8000, n_mels=10), decoder=BeamDecoder(5))
+    with pytest.raises(ValueError, match="the hypotheses of a search can't be kept; use GreedyDecoder"):
+        save_stream(stream, tmp_path / "s.state")
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -100,7 +100,7 @@ def load_stream(stream: SpeechStream, path: Path) -> None:
     if about["stream"] != stream.options:
         written = ", ".join(f"{name} {value}" for name, value in about["stream"].items())
         raise ValueError(f"{path} is of a stream with other options; give those with which it was written: {written}")
-    given = {name: leaves.pop(name, None) for name in stream.kept._fields if name != "state"}
+    given: Any = {name: leaves.pop(name, None) for name in stream.kept._fields if name != "state"}
     state = _filled(backbone.initial_state(1, device=torch.device("meta")), leaves, path) if leaves else None
     stream.kept = stream.kept._replace(**given, state=state)
 

@@ -177,9 +177,9 @@ class PixelModel(Task):
         prompt = self._prompt(given)
         if kept is not None:
             prompt = given[:, :0]
-            length = getattr(kept.state, "length", None)
-            read = None if length is None else torch.full_like(length, given.size(1))
-            if not torch.equal(given[:, -1:], kept.tokens) or (read is not None and not torch.equal(length, read)):
+            read = getattr(kept.state, "length", None)  # (n,)
+            as_long = read is None or bool((read == given.size(1)).all())
+            if not as_long or not torch.equal(given[:, -1:], kept.tokens):
                 raise ValueError("given does not end where kept does; give what the call with keep returned")
         how: Any = {"sampling": sampling, "kept": kept, "keep": keep, "progress": progress, **options}
         with evaluating(self):

@@ -87,6 +87,9 @@ class TransformerXLAttention(Attention):
     has_positions = True
     extra_parameters: tuple[str, ...] = ("r_proj", "u", "v")
 
+    stepwise = False
+    """Whether a position of a call sees what it would see if each call had one position, with any `same_length`."""
+
     def __init__(
         self,
         d_model: int,
@@ -166,7 +169,7 @@ class TransformerXLAttention(Attention):
         """Attend from the queries to their keys and the M earlier ones, of which the last `length` (B,) are valid."""
         n, m = q.size(2), k.size(2) - q.size(2)
         valid = None if m == 0 else torch.arange(m + n, device=q.device) >= m - length[:, None]  # (B, M + N)
-        window = self.mem_len if self.same_length else None
+        window = self.mem_len if self.same_length else self.mem_len + 1 if self.stepwise else None
         r = self._relative_keys(furthest(n, m, window, self.chunk_size), 0)
         return self._relative(q, k, v, r, valid, window)
 

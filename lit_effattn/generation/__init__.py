@@ -1,6 +1,8 @@
-"""Generation: sampling and beam search."""
+"""Generation: sampling, speculative decoding and beam search."""
 
 from lit_effattn.generation.beam import beam_search, check_beam
+from lit_effattn.generation.drafts import DraftModel, NGrams
 from lit_effattn.generation.sampling import Kept, Sampling, draw, generate
+from lit_effattn.generation.speculative import speculate
 
-__all__ = ["Kept", "Sampling", "beam_search", "check_beam", "draw", "generate"]
+__all__ = ["DraftModel", "Kept", "NGrams", "Sampling", "beam_search", "check_beam", "draw", "generate", "speculate"]

@@ -8,6 +8,7 @@ from functools import cache
 from typing import TYPE_CHECKING, NamedTuple, TypedDict
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from lit_effattn.attention.base import Attention
@@ -100,15 +101,27 @@ def draw(
     """
     if temperature == 0:
         return log_probs.argmax(-1)
+    return inverted(reshaped(log_probs, temperature, top_k, top_p), uniform)
+
+
+def reshaped(log_probs: Tensor, temperature: float, top_k: int | None, top_p: float | None) -> Tensor:
+    """Return (…, L) in float64, proportional to the probabilities with which `draw` draws, from log_probs (…, L)."""
+    if temperature == 0:
+        return F.one_hot(log_probs.argmax(-1), log_probs.size(-1)).double()
     p = (log_probs.double() / temperature).softmax(-1)
     if top_k is not None or top_p is not None:
         ordered, index = p.sort(dim=-1, descending=True, stable=True)
         if top_k is not None:
-            ordered[:, top_k:] = 0
+            ordered[..., top_k:] = 0
         if top_p is not None:
             likelier = ordered.cumsum(-1) - ordered
             ordered = ordered.masked_fill(likelier >= top_p * ordered.sum(-1, keepdim=True), 0)
         p = torch.zeros_like(p).scatter(-1, index, ordered)
+    return p
+
+
+def inverted(p: Tensor, uniform: Tensor) -> Tensor:
+    """Return the level (B,) at which the cumulative sum of p (B, L) exceeds `uniform` (B,) of its total."""
     cumulative = p.cumsum(-1)
     return (cumulative <= uniform[:, None] * cumulative[:, -1:]).sum(-1).clamp(max=p.size(-1) - 1)
 

@@ -16,6 +16,9 @@ from lit_effattn.datamodules.common.bars import progress_bar
 from lit_effattn.generation.beam import LENGTH_PENALTY, LengthNorm, check_beam
 from lit_effattn.generation.sampling import Sampling
 
+NGRAMS = "ngrams"
+"""The draft of `generate` that is not a checkpoint."""
+
 _NO_STATE = (
     ": it searches for whole targets; in Python several searches share what `remember` of the source returns, as their "
     "`state`"
@@ -54,8 +57,11 @@ class Trainer(pl.Trainer):
         length_norm: LengthNorm | None = None,
         state: str | None = None,
         save_state: str | None = None,
+        draft: str | None = None,
+        n_draft: int | None = None,
         source: str | None = None,
         output: str | None = None,
+        trust: Sequence[str] = (),
     ) -> str:
         """Draw samples from a trained model, or write a target for a source. Its configuration is in the checkpoint.
 
@@ -93,8 +99,13 @@ class Trainer(pl.Trainer):
             state: Text and images: go on from this file, which `save_state` wrote with the same checkpoint. Without a
                 prompt, and with the same options, the samples are those of a single longer call.
             save_state: Text and images: a file to write, from which a later call goes on. Images need `n_tokens`.
+            draft: Text: let a faster draft propose tokens, which the model verifies several at a time: `ngrams` of the
+                text so far, or the checkpoint of a smaller model with the same tokenizer. The distribution of the text
+                stays the same, and its tokens with temperature 0; with others, a seed draws another text.
+            n_draft: Text: tokens that the draft proposes at a time. Default: 4.
             source: The text to write a target for.
             output: Folder to write to, which must not exist or be empty. Default: a new one in the run's `generated`.
+            trust: Further classes that the checkpoint of the draft may name.
 
         Returns:
             Messages, one per line.
@@ -105,7 +116,8 @@ class Trainer(pl.Trainer):
         drawing: dict[str, Any] = {name: value for name, value in settings.items() if value is not None}
         drawing |= {"compile": True} if compile else {}
         sampling = Sampling(**drawing)
-        _check_search(beam, length_penalty, length_norm, n, drawing, always=source is not None)
+        proposing: dict[str, Any] = {} if draft is None else {"draft": draft}
+        _check_search(beam, length_penalty, length_norm, n, drawing | proposing, always=source is not None)
         _check_unused(output)
         if not callable(getattr(model, "write_samples", None)):
             name = type(model).__name__
@@ -115,6 +127,7 @@ class Trainer(pl.Trainer):
             **{"complete": complete, "prompt": prompt, "prompt_file": prompt_file, "n_tokens": n_tokens},
             **{"beam": beam, "length_penalty": length_penalty, "length_norm": length_norm},
             **{"source": source, "state": state, "save_state": save_state},
+            **{"draft": draft, "n_draft": n_draft},
         }
         given = {name: value for name, value in options.items() if value is not None}
         known = inspect.signature(task.write_samples).parameters
@@ -126,6 +139,8 @@ class Trainer(pl.Trainer):
         for name in options.keys() & known.keys() - given.keys():
             if known[name].default is inspect.Parameter.empty:
                 raise ValueError(f"--{name} is missing: {type(model).__name__} needs it to generate")
+        if draft not in (None, NGRAMS):
+            given["draft"] = type(task).load_from_checkpoint(draft, map_location="cpu", trust=trust)
         if ckpt_path is not None:
             checkpoint = self.strategy.checkpoint_io.load_checkpoint(ckpt_path, weights_only=True)
             task.on_load_checkpoint(checkpoint)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -22,7 +22,9 @@ from lit_effattn.datamodules.common.files import regular
 from lit_effattn.datamodules.common.tokens import IGNORE, Response, TokenBatch
 from lit_effattn.datamodules.text.tokenizers import NumberTokenizer, Tokenizer
 from lit_effattn.generation.beam import LENGTH_PENALTY, Hypotheses, LengthNorm, beam_search
+from lit_effattn.generation.drafts import DraftModel, NGrams
 from lit_effattn.generation.sampling import AS_TRAINED, Kept, Sampling, SamplingOptions, generate
+from lit_effattn.generation.speculative import N_DRAFT, Speculated, speculate
 from lit_effattn.nn.evaluating import evaluating
 from lit_effattn.nn.heads import CategoricalHead, HeadFactory
 from lit_effattn.nn.sliding import SlidingWindow
@@ -428,6 +430,57 @@ class LanguageModel(Task):
                 **options,
             )
 
+    def speculate(
+        self,
+        prompt: Tensor,
+        n_tokens: int,
+        draft: LanguageModel | NGrams,
+        *,
+        n_draft: int = N_DRAFT,
+        sampling: Sampling = AS_TRAINED,
+        progress: Callable[[Iterable[int]], Iterable[int]] = iter,
+        on_tokens: Callable[[Tensor], None] | None = None,
+        **options: Unpack[SamplingOptions],
+    ) -> Speculated:
+        """Continue each row of `prompt` (B, P) by `n_tokens` tokens: see `speculative.speculate`.
+
+        Args:
+            prompt: The tokens so far.
+            n_tokens: Number of tokens to draw.
+            draft: A smaller model of the same tokens, or the n-grams of the text.
+            n_draft: Number of tokens that the draft proposes at a time.
+            sampling: Options of sampling.
+            progress: Wraps the iterable of steps.
+            on_tokens: Called with each step's tokens.
+            options: Fields of `Sampling`.
+
+        Raises:
+            ValueError: If the draft has other tokens, or an option is out of range.
+        """
+        self._check_tokens(prompt)
+        with self._in_evaluation(), nullcontext() if isinstance(draft, NGrams) else draft._in_evaluation():
+            return speculate(
+                self.backbone,
+                self._embed,
+                self.head,
+                prompt.to(self.device),
+                n_tokens,
+                draft if isinstance(draft, NGrams) else self._drafting(draft),
+                n_draft=n_draft,
+                sampling=sampling,
+                progress=progress,
+                on_tokens=on_tokens,
+                **options,
+            )
+
+    def _drafting(self, draft: LanguageModel) -> DraftModel:
+        if (draft.vocab_size, draft.tokenizer) != (self.vocab_size, self.tokenizer):
+            raise ValueError(
+                f"the draft's vocabulary ({_described(draft.vocab_size, draft.tokenizer)}) is not this model's "
+                f"({_described(self.vocab_size, self.tokenizer)}); give a draft with the same tokenizer"
+            )
+        return DraftModel(draft.backbone, draft._embed, draft.head)
+
     @torch.no_grad()
     def beam_search(
         self,
@@ -484,6 +537,8 @@ class LanguageModel(Task):
         length_norm: LengthNorm = "gnmt",
         state: str | None = None,
         save_state: str | None = None,
+        draft: LanguageModel | Literal["ngrams"] | None = None,
+        n_draft: int | None = None,
     ) -> str:
         """Continue a text and write the samples: see `Task.write_samples`. A single sample is shown while it is drawn.
 
@@ -504,6 +559,8 @@ class LanguageModel(Task):
             length_norm: See `beam.beam_search`.
             state: Go on from this file: the texts continue those that `save_state` ended. `prompt` comes between.
             save_state: A file to write, from which a later call goes on.
+            draft: See `speculate`.
+            n_draft: See `speculate`.
 
         Raises:
             ValueError: If an option is out of range, or the prompt or the state can't be read.
@@ -511,6 +568,10 @@ class LanguageModel(Task):
         """
         if n_tokens < 1:
             raise ValueError(f"--n_tokens {n_tokens} must be at least 1")
+        if n_draft is not None and draft is None:
+            raise ValueError(f"--n_draft {n_draft} needs a draft; give --draft, too")
+        if draft is not None and (given := [f"--{o}" for o, f in (("state", state), ("save_state", save_state)) if f]):
+            raise ValueError(f"{given[0]} and --draft were both given; leave one out")
         begin = _prompt(prompt, prompt_file)
         tokenizer = self.text
         _check_known(tokenizer, begin)
@@ -524,7 +585,19 @@ class LanguageModel(Task):
         if shown is not None:
             print(printable(begin), end="", flush=True)
             progress = iter
-        if beam is None:
+        if draft is not None:
+            proposes = draft.to(self.device) if isinstance(draft, LanguageModel) else NGrams()
+            drawn = self.speculate(
+                tokens.expand(n or 1, -1),
+                n_tokens,
+                proposes,
+                n_draft=N_DRAFT if n_draft is None else n_draft,
+                sampling=sampling,
+                progress=progress,
+                on_tokens=shown,
+            ).tokens.cpu()
+            numbered = [f"--- {i}\n{begin}{tokenizer.decode(row.numpy())}" for i, row in enumerate(drawn)]
+        elif beam is None:
             keep = None
             if save_state is not None:
                 keep = partial(save_state_file, path=Path(save_state), model=self, backbone=self.backbone)

@@ -196,6 +196,38 @@ def test_a_text_goes_on_from_a_saved_state(run: Path, capsys: pytest.CaptureFixt
         assert words in fails(capsys, "generate", "--ckpt_path", "last", *args)
 
 
+def test_a_draft_changes_no_likeliest_token(run: Path, capsys: pytest.CaptureFixture[str]):
+    """Of the model's memory, which is shorter than the text."""
+    smaller = fit("--model.backbone.n_layers", "1", "--model.backbone.attention.mem_len", "3")
+    generate = ["generate", "--ckpt_path", str(run), "--prompt", "1 birds sit on 1 w", "--n_tokens", "30"]
+    drawn = []
+    for flags in ([], ["--draft", "ngrams"], ["--draft", str(smaller), "--n_draft", "2"]):
+        main([*generate, "--temperature", "0", *flags])
+        drawn += samples(run)
+    assert len(drawn) == 3
+    assert len(set(drawn)) == 1
+    main([*generate, "--draft", str(smaller), "--n", "2"])
+    assert len(set(samples(run))) == 2
+    capsys.readouterr()
+    main([*generate, "--draft", str(smaller)])
+    assert samples(run)[0] in capsys.readouterr().out  # as it was drawn
+    other = fit(*CHARACTERS)
+    for args, words in (
+        (["--draft", str(other)], "give a draft with the same tokenizer"),
+        (["--draft", "absent.ckpt"], "--draft absent.ckpt: there is no such file"),
+        (["--draft", "model:digits"], "PixelModel"),
+        (["--draft", "ngrams", "--compile", "true"], "compile=True does not support a draft"),
+        (["--draft", "ngrams", "--beam", "2"], "--beam 2 and --draft ngrams were both given"),
+        (["--draft", "ngrams", "--save_state", "s.state"], "--save_state and --draft were both given"),
+        (["--draft", "ngrams", "--n_draft", "0"], "n_draft=0 must be at least 1"),
+        (["--n_draft", "3"], "--n_draft 3 needs a draft; give --draft, too"),
+    ):
+        assert words in fails(capsys, *generate, *args)
+    assert "PixelModel has no such option" in fails(
+        capsys, "generate", "--ckpt_path", "model:digits", "--draft", "ngrams"
+    )
+
+
 @pytest.mark.parametrize(("tokens", "n_tokens"), [("words", 6), ("characters", 4)])
 def test_a_beam_writes_the_best_with_their_scores(tokens: str, n_tokens: int, capsys: pytest.CaptureFixture[str]):
     """Of all continuations: words end at a line end, characters after `n_tokens`."""

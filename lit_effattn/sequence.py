@@ -364,7 +364,7 @@ def packed(
         if len(last := pieces.is_last[group].nonzero()[:, 0]):
             last_ends.append(select(end, last))
             last_rows.append(pieces.row[group[last]])
-    after = select(_joined(last_ends), torch.cat(last_rows).argsort())
+    after = select(join(last_ends), torch.cat(last_rows).argsort())
     for end, group in zip(ends, pieces.groups, strict=True):
         after = _with_losses(after, end, pieces.row[group], (~pieces.is_last[group]).nonzero()[:, 0])
     y = y.index_select(1, pieces.target.flatten()).unflatten(1, starts.shape)[0]
@@ -521,9 +521,9 @@ def _cut(starts: Tensor, lengths: Tensor, *, joinable: bool, keep_states: bool) 
     is_last = torch.cat([row[1:] != row[:-1], row.new_ones(1, dtype=torch.bool)])
     sizes = torch.where(is_last, lengths[row], column.roll(-1)) - column
     if joinable:
-        groups = [*_alike(sizes, torch.arange(len(row), device=row.device))]
+        groups = [*alike(sizes, torch.arange(len(row), device=row.device))]
     else:
-        groups = [is_last.nonzero()[:, 0], *_alike(sizes, (~is_last).nonzero()[:, 0])]
+        groups = [is_last.nonzero()[:, 0], *alike(sizes, (~is_last).nonzero()[:, 0])]
     longest = [max(1, int(sizes[group].max())) for group in groups]
     begin, end = torch.empty_like(row), 0  # of each piece in the outputs of the groups
     for group, size in zip(groups, longest, strict=True):
@@ -540,8 +540,8 @@ def _cut(starts: Tensor, lengths: Tensor, *, joinable: bool, keep_states: bool) 
     return Pieces(row, sizes, is_new, is_last, groups, longest, first, place, piece, source, target, keep_states)
 
 
-def _alike(sizes: Tensor, pieces: Tensor) -> Iterator[Tensor]:
-    """Yield groups of `pieces`, the longest first.
+def alike(sizes: Tensor, pieces: Tensor) -> Iterator[Tensor]:
+    """Yield groups of `pieces`, the longest first, each for a padded call.
 
     A group ends before the first piece shorter than ¾ of its longest if the padding that this saves costs more than
     another call.
@@ -561,12 +561,12 @@ def _reads_source(state: State) -> bool:
     return hasattr(state, "given") or (isinstance(state, tuple) and any(_reads_source(part) for part in state))
 
 
-def _joined(states: list[State]) -> State:
-    """Return the rows of all states, whose tensors differ in the number of rows alone."""
+def join(states: list[State]) -> State:
+    """Return the rows of all states, whose tensors differ in the number of rows alone, as a copy."""
     first = states[0]
     if isinstance(first, Tensor):
         return torch.cat(states)
-    return None if first is None else _like(first, [_joined(list(parts)) for parts in zip(*states, strict=True)])
+    return None if first is None else _like(first, [join(list(parts)) for parts in zip(*states, strict=True)])
 
 
 def _losses_alone(state: State) -> State:

@@ -59,6 +59,8 @@ class Trainer(pl.Trainer):
         save_state: str | None = None,
         draft: str | None = None,
         n_draft: int | None = None,
+        prompts_file: str | None = None,
+        batch_size: int | None = None,
         source: str | None = None,
         output: str | None = None,
         trust: Sequence[str] = (),
@@ -103,6 +105,10 @@ class Trainer(pl.Trainer):
                 text so far, or the checkpoint of a smaller model with the same tokenizer. The distribution of the text
                 stays the same, and its tokens with temperature 0; with others, a seed draws another text.
             n_draft: Text: tokens that the draft proposes at a time. Default: 4.
+            prompts_file: Text: a file of prompts, one a line. If its name ends in .jsonl, a line is a JSON string, or
+                an object with prompt and n_tokens. The samples of each, `n` of them, are those that `prompt` gives.
+                They are written to samples.jsonl.
+            batch_size: Text: samples of `prompts_file` that are drawn at once. Default: 32.
             source: The text to write a target for.
             output: Folder to write to, which must not exist or be empty. Default: a new one in the run's `generated`.
             trust: Further classes that the checkpoint of the draft may name.
@@ -128,6 +134,7 @@ class Trainer(pl.Trainer):
             **{"beam": beam, "length_penalty": length_penalty, "length_norm": length_norm},
             **{"source": source, "state": state, "save_state": save_state},
             **{"draft": draft, "n_draft": n_draft},
+            **{"prompts_file": prompts_file, "batch_size": batch_size},
         }
         given = {name: value for name, value in options.items() if value is not None}
         known = inspect.signature(task.write_samples).parameters

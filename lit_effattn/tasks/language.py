@@ -21,8 +21,10 @@ from lit_effattn.checks import probabilities
 from lit_effattn.datamodules.common.files import regular
 from lit_effattn.datamodules.common.tokens import IGNORE, Response, TokenBatch
 from lit_effattn.datamodules.text.tokenizers import NumberTokenizer, Tokenizer
+from lit_effattn.generation.batching import generate_each
 from lit_effattn.generation.beam import LENGTH_PENALTY, Hypotheses, LengthNorm, beam_search
 from lit_effattn.generation.drafts import DraftModel, NGrams
+from lit_effattn.generation.prefixes import PrefixCache
 from lit_effattn.generation.sampling import AS_TRAINED, Kept, Sampling, SamplingOptions, generate
 from lit_effattn.generation.speculative import N_DRAFT, Speculated, speculate
 from lit_effattn.nn.evaluating import evaluating
@@ -34,6 +36,7 @@ from lit_effattn.tasks.base import Objective, Task, carried, check_backbone, che
 from lit_effattn.tasks.kept_states import check_replaceable, load_state
 from lit_effattn.tasks.kept_states import save_state as save_state_file
 from lit_effattn.tasks.metrics import Accuracy, BitsPerByte, BitsPerCharacter, BitsPerTextByte, Count, Perplexity
+from lit_effattn.tasks.prompt_files import read_prompts, write_continued
 from lit_effattn.tasks.responses import ResponseMetric, Responses, score_texts, write_file
 
 if TYPE_CHECKING:
@@ -482,6 +485,27 @@ class LanguageModel(Task):
         return DraftModel(draft.backbone, draft._embed, draft.head)
 
     @torch.no_grad()
+    def sample_each(
+        self,
+        prompts: Sequence[Tensor],
+        n_tokens: int | Sequence[int],
+        *,
+        n: int = 1,
+        batch_size: int = 32,
+        cache: PrefixCache | None = None,
+        sampling: Sampling = AS_TRAINED,
+        progress: Callable[[Iterable[int]], Iterable[int]] = iter,
+        **options: Unpack[SamplingOptions],
+    ) -> list[Tensor]:
+        """Continue each of `prompts` (P,) by `n_tokens` tokens, (n, n_tokens): see `batching.generate_each`."""
+        for prompt in prompts:
+            self._check_tokens(prompt)
+        model = (self.backbone, self._embed, self.head, [prompt.to(self.device) for prompt in prompts], n_tokens)
+        how: Any = {"n": n, "batch_size": batch_size, "cache": cache, "sampling": sampling, "progress": progress}
+        with self._in_evaluation():
+            return generate_each(*model, **how, **options)
+
+    @torch.no_grad()
     def beam_search(
         self,
         prompt: Tensor,
@@ -539,6 +563,8 @@ class LanguageModel(Task):
         save_state: str | None = None,
         draft: LanguageModel | Literal["ngrams"] | None = None,
         n_draft: int | None = None,
+        prompts_file: str | None = None,
+        batch_size: int | None = None,
     ) -> str:
         """Continue a text and write the samples: see `Task.write_samples`. A single sample is shown while it is drawn.
 
@@ -561,6 +587,8 @@ class LanguageModel(Task):
             save_state: A file to write, from which a later call goes on.
             draft: See `speculate`.
             n_draft: See `speculate`.
+            prompts_file: A file of prompts: see `prompt_files.read_prompts`. The samples are written as JSON lines.
+            batch_size: Number of samples that are drawn at once from `prompts_file`. Default: 32.
 
         Raises:
             ValueError: If an option is out of range, or the prompt or the state can't be read.
@@ -572,6 +600,16 @@ class LanguageModel(Task):
             raise ValueError(f"--n_draft {n_draft} needs a draft; give --draft, too")
         if draft is not None and (given := [f"--{o}" for o, f in (("state", state), ("save_state", save_state)) if f]):
             raise ValueError(f"{given[0]} and --draft were both given; leave one out")
+        if prompts_file is not None:
+            single = {"prompt": prompt, "prompt_file": prompt_file, "beam": beam, "state": state}
+            for name, value in {**single, "save_state": save_state, "draft": draft}.items():
+                if value is not None:
+                    raise ValueError(f"--prompts_file and --{name} were both given; give only one")
+            how: Any = {"n": n or 1, "sampling": sampling, "progress": progress}
+            how["batch_size"] = 32 if batch_size is None else batch_size
+            return self._continue_file(Path(prompts_file), folder, n_tokens, **how)
+        if batch_size is not None:
+            raise ValueError(f"--batch_size {batch_size} is an option of --prompts_file; give it, too")
         begin = _prompt(prompt, prompt_file)
         tokenizer = self.text
         _check_known(tokenizer, begin)
@@ -630,6 +668,18 @@ class LanguageModel(Task):
         path = folder() / "samples.txt"
         path.write_text("\n\n".join(numbered), encoding="utf-8")
         return f"text: {short(path)}"
+
+    def _continue_file(self, path: Path, folder: Callable[[], Path], n_tokens: int, **how: Any) -> str:
+        """Continue the prompts of a file, write the samples, and return the message."""
+        prompts, tokenizer = read_prompts(path), self.text
+        for prompt in prompts:
+            _check_known(tokenizer, prompt.text)
+        tokens = [torch.tensor([tokenizer.start, *tokenizer.encode(p.text).tolist()]) for p in prompts]
+        drawn = self.sample_each(tokens, [p.n_tokens or n_tokens for p in prompts], **how)
+        samples = [[tokenizer.decode(row.numpy()) for row in of_prompt.cpu()] for of_prompt in drawn]
+        written = folder() / "samples.jsonl"
+        write_continued(prompts, samples, written)
+        return f"{sum(map(len, samples))} texts: {short(written)}"
 
     def _kept(self, state: str | None, n: int | None, beam: int | None, save_state: str | None) -> Kept | None:
         """Return the state in a file, or None without one, after checks of the options that go with it.

@@ -1,6 +1,7 @@
 """The command with text: memory from segment to segment, generation, resuming, and what is refused."""
 
 import csv
+import json
 import math
 import re
 import shutil
@@ -226,6 +227,33 @@ def test_a_draft_changes_no_likeliest_token(run: Path, capsys: pytest.CaptureFix
     assert "PixelModel has no such option" in fails(
         capsys, "generate", "--ckpt_path", "model:digits", "--draft", "ngrams"
     )
+
+
+def test_a_file_of_prompts_gets_what_each_prompt_gets(run: Path, capsys: pytest.CaptureFixture[str]):
+    prompts = {"3 birds sit": 12, "3 b": 7, "3 birds\nfly": 12}
+    lines = ['"3 birds sit"', '{"prompt": "3 b", "n_tokens": 7}', '"3 birds\\nfly"']
+    Path("prompts.jsonl").write_text("\n".join(lines))
+    how = ["generate", "--ckpt_path", "last", "--seed", "2", "--n", "2"]
+    file = ["--prompts_file", "prompts.jsonl"]
+    main([*how, *file, "--n_tokens", "12", "--batch_size", "4", "--output", "drawn"])
+    assert "6 texts: drawn/samples.jsonl" in capsys.readouterr().out
+    entries = [json.loads(line) for line in Path("drawn/samples.jsonl").read_text(encoding="utf-8").splitlines()]
+    for entry, (prompt, n_tokens) in zip(entries, prompts.items(), strict=True):
+        main([*how, "--prompt", prompt, "--n_tokens", str(n_tokens)])
+        assert entry["prompt"] == prompt
+        assert [prompt + text for text in entry["samples"]] == samples(run)
+    capsys.readouterr()
+    Path("empty.txt").write_text("\n")
+    for args, words in (
+        ([*file, "--prompt", "a"], "--prompts_file and --prompt were both given"),
+        ([*file, "--state", "s.state"], "--prompts_file and --state were both given"),
+        ([*file, "--beam", "2"], "--prompts_file and --beam were both given"),
+        ([*file, "--compile", "true"], "compile=True does not support several prompts"),
+        ([*file, "--batch_size", "0"], "batch_size=0"),
+        (["--batch_size", "3"], "--batch_size 3 is an option of --prompts_file"),
+        (["--prompts_file", "empty.txt"], "empty.txt has no prompts"),
+    ):
+        assert words in fails(capsys, "generate", "--ckpt_path", "last", *args)
 
 
 @pytest.mark.parametrize(("tokens", "n_tokens"), [("words", 6), ("characters", 4)])

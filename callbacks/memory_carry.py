@@ -132,7 +132,13 @@ class MemoryCarry(pl.Callback):
                 f"{memories.streams.number}: the streams are divided differently, so the memories start empty"
             )
             return
-        self._training = memories.scatter_memory(saved, pl_module.backbone.initial_state(1))
+        try:
+            self._training = memories.scatter_memory(saved, pl_module.backbone.initial_state(1))
+            rows = {t.size(0) for t in sequence.tensors(self._training)}
+            if len(rows) > 1:
+                raise ValueError(f"its tensors have {sorted(rows)} rows")
+        except ValueError as error:
+            raise ValueError(f"{MEMORY_KEY} of the checkpoint is not a memory of this model: {error}") from error
 
 
 def _for_batch(module: SequenceModule, memory: State | None, batch: Any) -> State:

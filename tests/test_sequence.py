@@ -156,8 +156,20 @@ def test_pack_makes_plain_tuples_and_unpack_undoes_it():
 
 
 def test_unpack_refuses_a_state_of_another_shape():
-    with pytest.raises(ValueError, match="zip"):
+    with pytest.raises(ValueError, match="a state of 1 parts was expected, and a tuple of 2 parts was found"):
         sequence.unpack(sequence.pack(state()), like=(torch.zeros(1),))
+    like = (torch.zeros(1, 2), torch.zeros(1, dtype=torch.long))
+    for packed in (
+        (None, like[1]),
+        (-7.5, like[1]),
+        (like[0], {}),
+        like[::-1],
+        (torch.zeros(2), like[1]),
+        "ab",
+        [like[0]],
+    ):
+        with pytest.raises(ValueError, match="was expected"):
+            sequence.unpack(packed, like)
 
 
 def test_reset_zeroes_rows_alone():

@@ -236,6 +236,37 @@ def test_what_is_said(what: str, folder: Path, monkeypatch: pytest.MonkeyPatch, 
     assert words in fails(capsys, *command("pixels", "fit"))
 
 
+@pytest.mark.parametrize(
+    ("place", "value", "words"),
+    [
+        (
+            (0, 0),
+            "a number",
+            "a tensor of 1 dimensions and type torch.int64 was expected in a state, and -7.5 was found",
+        ),
+        ((0, 0), "None", "was expected in a state, and None was found"),
+        ((0, 1), "text", "a state of 1 parts was expected, and 'x' was found"),
+        ((0, 1, 0, 0), "a tensor", "was expected in a state, and a tensor of 2 dimensions"),
+    ],
+)
+def test_a_carried_memory(place: tuple[int, ...], value: str, words: str, folder: Path, monkeypatch, capsys):
+    monkeypatch.chdir(folder)
+    path = ("memory_carry", *place)
+    torch.save(changed(torch.load("text.ckpt", weights_only=True), path, value), "it.ckpt")
+    message = fails(capsys, *command("text", "fit"))
+    assert "memory_carry of the checkpoint is not a memory of this model: " in message
+    assert words in message
+
+
+def test_a_carried_memory_whose_rows_differ(folder: Path, monkeypatch, capsys):
+    monkeypatch.chdir(folder)
+    content = torch.load("text.ckpt", weights_only=True)
+    length, layers = content["memory_carry"][0]
+    content["memory_carry"][0] = (length[:1], layers)
+    torch.save(content, "it.ckpt")
+    assert "its tensors have [1, 2] rows" in fails(capsys, *command("text", "fit"))
+
+
 def test_positions_of_other_loaders(folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
     monkeypatch.chdir(folder)
     content = torch.load("pixels.ckpt", weights_only=True)

@@ -1,7 +1,7 @@
 """Generation: images per second and state size by attention, or time per token by cross-attention.
 
 Without sources it draws images, by linear attention, and by softmax attention with and without a key/value cache. With
-sources it decodes from them, greedily and with beam search.
+sources it decodes from them, greedily and with beam search. With `--speculative` it draws text with drafts.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from benchmarks import speculation
 from benchmarks.measuring import Spread, add_options, at_least, interleaved, now, seconds_of
 from benchmarks.models import IMAGES, SMALL, Size, build, random_levels, size_for
 from benchmarks.report import Report, Row
@@ -90,9 +91,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     about = "decode from sources of so many tokens instead"
     parser.add_argument("--sources", type=at_least(1), nargs="+", default=[], help=about)
     add_options(parser, most=(8192, f"longest source of “{PLAIN}”"), tokens=(32, "decoded in a round"))
+    speculation.add_arguments(parser)
 
 
 def run(args: argparse.Namespace) -> Report:
+    if args.speculative is not None:
+        return speculation.run(args)
     rows: list[Row] = []
     for batch_size in args.batch_sizes if args.sources else ():
         rows += _decoded(batch_size, args)

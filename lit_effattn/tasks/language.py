@@ -23,7 +23,7 @@ from lit_effattn.datamodules.common.tokens import IGNORE, Response, TokenBatch
 from lit_effattn.datamodules.text.tokenizers import NumberTokenizer, Tokenizer
 from lit_effattn.generation.batching import generate_each
 from lit_effattn.generation.beam import LENGTH_PENALTY, Hypotheses, LengthNorm, beam_search
-from lit_effattn.generation.drafts import DraftModel, NGrams
+from lit_effattn.generation.drafts import Draft, DraftModel, NGrams
 from lit_effattn.generation.prefixes import PrefixCache
 from lit_effattn.generation.sampling import AS_TRAINED, Kept, Sampling, SamplingOptions, generate
 from lit_effattn.generation.speculative import N_DRAFT, Speculated, speculate
@@ -437,7 +437,7 @@ class LanguageModel(Task):
         self,
         prompt: Tensor,
         n_tokens: int,
-        draft: LanguageModel | NGrams,
+        draft: LanguageModel | Draft,
         *,
         n_draft: int = N_DRAFT,
         sampling: Sampling = AS_TRAINED,
@@ -450,7 +450,7 @@ class LanguageModel(Task):
         Args:
             prompt: The tokens so far.
             n_tokens: Number of tokens to draw.
-            draft: A smaller model of the same tokens, or the n-grams of the text.
+            draft: A smaller model of the same tokens, or the n-grams of the text (`NGrams`).
             n_draft: Number of tokens that the draft proposes at a time.
             sampling: Options of sampling.
             progress: Wraps the iterable of steps.
@@ -461,14 +461,14 @@ class LanguageModel(Task):
             ValueError: If the draft has other tokens, or an option is out of range.
         """
         self._check_tokens(prompt)
-        with self._in_evaluation(), nullcontext() if isinstance(draft, NGrams) else draft._in_evaluation():
+        with self._in_evaluation(), draft._in_evaluation() if isinstance(draft, LanguageModel) else nullcontext():
             return speculate(
                 self.backbone,
                 self._embed,
                 self.head,
                 prompt.to(self.device),
                 n_tokens,
-                draft if isinstance(draft, NGrams) else self._drafting(draft),
+                self._drafting(draft) if isinstance(draft, LanguageModel) else draft,
                 n_draft=n_draft,
                 sampling=sampling,
                 progress=progress,

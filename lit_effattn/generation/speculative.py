@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -113,38 +113,41 @@ def speculate(
     columns = columns.to(device)
     model = Reader(backbone, embed, first_state(backbone, state, rows, total), rows)
     propose, most = draft.begin(rows, total, sampling), torch.zeros_like(length)
-    for step in progress(range(n_tokens)):
-        while int(length.min()) <= begin + step:
-            # (B, k + 1, 3), for the draft, for accepting and for drawing. No token depends on those of another.
-            u = taken(uniform, length[:, None] - begin + columns)
-            if int(most.max()) > 0:
-                proposal = propose(tokens, length, most, u[..., 0])
-            else:
-                proposal = Proposal(tokens[:, :0], most)
-            k = proposal.tokens.size(1)
-            place = length[:, None] + columns[: k + 1]
-            tokens.scatter_(1, place[:, :k], proposal.tokens)
-            going = length < total
-            until = torch.where(going, length + proposal.counts, model.read)
-            commits = not proposal.counts.any()
-            with donated() if commits else nullcontext(), _stepwise(backbone) if model.calls else nullcontext():
-                y, after = model(tokens, until)
-            h = taken(y, length[:, None] - model.read[:, None] - 1 + columns[: k + 1])
-            count, token = verified(distributions(head, h, sampling), proposal, u[:, : k + 1])
-            tokens.scatter_(1, length[:, None] + count[:, None], token[:, None])
-            proposed += proposal.counts
-            accepted += count
-            if torch.equal(count, proposal.counts):
-                model.state, model.read = after, until
-            length = torch.where(going, length + count + 1, length)
-            until = torch.where(length < total, length - 1, model.read)
-            if int((until - model.read).max()) > _MOST_AGAIN:
-                with donated(), _stepwise(backbone):
-                    _, model.state = model(tokens, until)
-                model.read = until
-            most = (total - length - 1).clamp(0, n_draft)
-        if on_tokens is not None:
-            on_tokens(tokens[:, begin + step])
+    with ExitStack() as after_prompt:
+        for step in progress(range(n_tokens)):
+            while int(length.min()) <= begin + step:
+                # (B, k + 1, 3), for the draft, for accepting and for drawing. No token depends on those of another.
+                u = taken(uniform, length[:, None] - begin + columns)
+                if int(most.max()) > 0:
+                    proposal = propose(tokens, length, most, u[..., 0])
+                else:
+                    proposal = Proposal(tokens[:, :0], most)
+                k = proposal.tokens.size(1)
+                place = length[:, None] + columns[: k + 1]
+                tokens.scatter_(1, place[:, :k], proposal.tokens)
+                going = length < total
+                until = torch.where(going, length + proposal.counts, model.read)
+                commits = not proposal.counts.any()
+                with donated() if commits else nullcontext():
+                    y, after = model(tokens, until)
+                if model.calls == 1:
+                    after_prompt.enter_context(_stepwise(backbone))
+                h = taken(y, length[:, None] - model.read[:, None] - 1 + columns[: k + 1])
+                count, token = verified(distributions(head, h, sampling), proposal, u[:, : k + 1])
+                tokens.scatter_(1, length[:, None] + count[:, None], token[:, None])
+                proposed += proposal.counts
+                accepted += count
+                if torch.equal(count, proposal.counts):
+                    model.state, model.read = after, until
+                length = torch.where(going, length + count + 1, length)
+                until = torch.where(length < total, length - 1, model.read)
+                if int((until - model.read).max()) > _MOST_AGAIN:
+                    with donated():
+                        _, model.state = model(tokens, until)
+                    model.read = until
+                most = (total - length - 1).clamp(0, n_draft)
+            if on_tokens is not None:
+                on_tokens(tokens[:, begin + step])
     return Speculated(tokens[:, begin:total].clone(), model.calls, proposed, accepted)
 
 

@@ -5,7 +5,7 @@ import torch
 
 from lit_effattn.ops.runtime import cpp_build
 
-cpp_build._folder()  # before tests change XDG_CACHE_HOME: kernels are compiled once
+cpp_build.private_folder("kernels")  # before tests change XDG_CACHE_HOME: kernels are compiled once
 
 if not torch.cuda.is_available():
     # Triton asks once, when it is imported: its kernels then run in Python, so that they are tested without a GPU.

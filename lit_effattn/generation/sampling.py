@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import cache
+from time import perf_counter
 from typing import TYPE_CHECKING, NamedTuple, TypedDict
 
 import torch
@@ -13,9 +15,10 @@ from torch import Tensor
 
 from lit_effattn.attention.base import Attention
 from lit_effattn.checks import at_least
+from lit_effattn.generation import packages
 from lit_effattn.nn.heads import Head
 from lit_effattn.ops.runtime.check_inductor import check_inductor
-from lit_effattn.sequence import SequenceModule, State, donated, reorder, tensors
+from lit_effattn.sequence import SequenceModule, State, donated, map_tensors, reorder, tensors
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -28,7 +31,7 @@ class SamplingOptions(TypedDict, total=False):
     top_k: int | None
     top_p: float | None
     seed: int
-    compile: bool
+    compile: bool | None
 
 
 @dataclass(frozen=True)
@@ -40,7 +43,7 @@ class Sampling:
         top_k: Draw among the k likeliest tokens only.
         top_p: Draw among the likeliest tokens whose probabilities add up to p; at least one.
         seed: Seed of the random streams; equal seeds draw equal samples.
-        compile: Use `torch.compile`: see `generate`. It is faster for many samples, slower for one.
+        compile: Whether the steps are compiled: see `generate`. None: on the CPU, if that saves time.
 
     Raises:
         ValueError: If an option is out of range.
@@ -50,7 +53,7 @@ class Sampling:
     top_k: int | None = None
     top_p: float | None = None
     seed: int = 0
-    compile: bool = False
+    compile: bool | None = None
 
     def __post_init__(self) -> None:
         """Check the options."""
@@ -149,11 +152,14 @@ def generate(
     Row i has its own random stream, seeded by `seed` and i, so a sample depends neither on the number of rows nor on
     the device.
 
-    With `compile` a step is one program, on CUDA one graph of kernels, without Python between the layers. The drawn
-    tokens are the same up to rounding. Compiling takes seconds to a minute; later calls with the same number of rows
-    reuse the program. A prompt of several tokens is read without compilation. A compiled step reads all slots of the
-    state, also empty ones. A state that holds all positions therefore starts with room for 256; when it is full, the
-    room is doubled and the step compiled again.
+    With `compile` a step is one program without Python between the layers, on CUDA a graph of kernels. The drawn tokens
+    are the same up to rounding. A prompt of several tokens is read without it. A compiled step reads all slots of the
+    state, also empty ones, so a state that holds all positions starts with little room and grows.
+
+    On the CPU the program is a library of machine code, 3 to 12 times as fast for few rows. Compiling takes about 20 s
+    for each architecture and number of rows, and is done once: see `generation.packages`. None decides after some
+    steps: a library that is there is used if the remaining steps take more than 15 s, and one is compiled if they take
+    more than two minutes. On CUDA, compiling takes up to a minute in each process, and None is False.
 
     Args:
         backbone: Causal; see `SequenceModule`.
@@ -190,14 +196,19 @@ def generate(
         prompt, state, earlier = torch.cat([kept.tokens, prompt], 1), kept.state, kept.drawn
     if keep is not None:
         at_least(1, n_tokens=n_tokens)
-    if sampling.compile and BACKEND == "inductor":
+    on_cpu = _on_cpu(prompt.device)
+    if sampling.compile and (on_cpu or BACKEND == "inductor"):
         check_inductor("compile=True", prompt.device)
     rows = len(prompt)
     streams = [_random_stream(sampling.seed, i, earlier + n_tokens)[earlier:] for i in range(rows)]
     uniform = torch.stack(streams, 1).to(prompt.device)
     drawn = torch.empty(rows, n_tokens, dtype=torch.long, device=prompt.device)
     model = _Model(backbone, embed, head, sampling.temperature, sampling.top_k, sampling.top_p)
-    steps = (_compiled_steps if sampling.compile else _steps)(model, prompt, uniform, state)
+    decides = sampling.compile is None and on_cpu and n_tokens >= LEAST_STEPS
+    if sampling.compile or decides:
+        steps = _compiled_steps(model, prompt, uniform, state, forced=not decides)
+    else:
+        steps = _steps(model, prompt, uniform, state)
     for step, (tokens, after) in zip(progress(range(n_tokens)), steps, strict=False):
         drawn[:, step] = tokens
         if on_tokens is not None:
@@ -229,7 +240,10 @@ class _Model(NamedTuple):
 def _steps(model: _Model, prompt: Tensor, uniform: Tensor, state: State | None) -> Iterator[tuple[Tensor, State]]:
     """Yield the tokens (B,) drawn at each of `uniform` (n_tokens, B), and the state after all before them."""
     state = first_state(model.backbone, state, len(prompt), prompt.size(1) + len(uniform))
-    tokens = prompt
+    return _following(model, prompt, uniform, state)
+
+
+def _following(model: _Model, tokens: Tensor, uniform: Tensor, state: State) -> Iterator[tuple[Tensor, State]]:
     for u in uniform:
         with donated():
             drawn, state = _step(model, tokens, u, state)
@@ -267,53 +281,171 @@ def _step(model: _Model, tokens: Tensor, uniform: Tensor, state: State) -> tuple
 # ----------------------------------------------------------------------------------------------------------- compiled
 
 BACKEND = "inductor"
-"""Backend of `torch.compile`."""
+"""Backend of `torch.compile`, on other devices than the CPU."""
 
 LEAST_ROOM = 256
 """Number of positions that the first state of compiled generation has room for."""
+
+LEAST_STEPS = 256
+"""Number of tokens from which on `compile=None` measures whether compiled steps save time."""
+
+WARM_UP, MEASURED = 4, 16
+"""Numbers of steps before the measurement, and of its steps."""
+
+WORTH_LOADING, WORTH_COMPILING = 15.0, 120.0
+"""Seconds that the remaining steps would take, from which on a library is looked for, and compiled."""
 
 _MOST_PROGRAMS = 128
 """Limit of compiled programs, over all models, numbers of rows and sizes of state. Torch's default of 8 is too low."""
 
 
 def _compiled_steps(
-    model: _Model, prompt: Tensor, uniform: Tensor, state: State | None
+    model: _Model, prompt: Tensor, uniform: Tensor, state: State | None, *, forced: bool
 ) -> Iterator[tuple[Tensor, State]]:
-    """Yield what `_steps` does. A step's inputs and outputs stay at the same address while the state has room."""
+    """Yield what `_steps` does. A step's inputs and outputs stay at the same address while the state has room.
+
+    Args:
+        model: See `_steps`.
+        prompt: See `_steps`.
+        uniform: See `_steps`.
+        state: See `_steps`.
+        forced: Whether to compile in any case.
+    """
     rows, n = prompt.shape
+    on_cpu = _on_cpu(prompt.device)
     position = 0 if state is None else int(state.length.max())
     total = position + n + len(uniform)
+
+    def room_of(positions: int) -> int:
+        is_final = on_cpu and model.backbone.bounded_by is None
+        return total if is_final else room_for(positions, total, few=not on_cpu)
+
     if n > 1 or state is not None:
-        state = first_state(model.backbone, state, rows, room_for(position + n, total) - position)
+        state = first_state(model.backbone, state, rows, room_of(position + n) - position)
         shapes = [t.shape for t in tensors(state)]
         with donated():
             drawn, state = _step(model, prompt, uniform[0], state)
-        if [t.shape for t in tensors(state)] != shapes:
-            raise ValueError(
-                "compile=True: the given state was made without max_len, so each step has other shapes; make it with "
-                "max_len, or leave compile out"
-            )
         yield drawn, state
         position, prompt, uniform = position + n, drawn[:, None], uniform[1:]
+        if [t.shape for t in tensors(state)] != shapes:
+            if forced:
+                raise ValueError(
+                    "compile=True: the given state was made without max_len, so each step has other shapes; make it "
+                    "with max_len, or leave compile out"
+                )
+            yield from _following(model, prompt, uniform, state)
+            return
     room, tokens, current = 0, prompt.clone(), torch.empty_like(uniform[:1]).view(-1)
+    compiling = _OnCpu(model, len(uniform), forced)
     for u in uniform:
         if position == room or not room:
-            room = room_for(position + 1, total)
+            room = room_of(position + 1)
             if state is None:
                 state = model.backbone.initial_state(rows, max_len=room)
             else:
                 state = model.backbone.grow(state, room)
-            advance = _Advance(model, tokens, current, state)
+            if on_cpu:
+                state = _apart(state)
+                advance = compiling.bound(tokens, current, state)
+            else:
+                advance = _Advance(model, tokens, current, state)
         current.copy_(u)
         advance()
         yield tokens[:, 0], state
         position += 1
 
 
-def room_for(positions: int, total: int) -> int:
-    """Return the `max_len` of a state for `positions` of `total`: one of few, because each is compiled separately."""
-    power: int = 2 ** (positions - 1).bit_length()
-    return min(max(LEAST_ROOM, power), -(-total // 64) * 64)
+def room_for(positions: int, total: int, *, few: bool) -> int:
+    """Return the `max_len` of a state for `positions` of `total`.
+
+    Args:
+        positions: The number of positions that it must have room for.
+        total: The number of positions at the end.
+        few: Whether there should be few sizes, because each is compiled separately.
+    """
+    size: int = 2 ** (positions - 1).bit_length() if few else -(-positions * 5 // 256) * 64  # a quarter more
+    return min(max(LEAST_ROOM, size), -(-total // 64) * 64)
+
+
+def _apart(state: State) -> State:
+    """Return `state` with contiguous tensors of which no two share memory: a library takes both for granted."""
+    seen: set[int] = set()
+
+    def own(t: Tensor) -> Tensor:
+        shared = t.untyped_storage().data_ptr() in seen and t.numel() > 0
+        t = t.clone(memory_format=torch.contiguous_format) if shared or not t.is_contiguous() else t
+        seen.add(t.untyped_storage().data_ptr())
+        return t
+
+    return map_tensors(own, state)
+
+
+class _OnCpu:
+    """Steps on the CPU: compiled, or in Python until it is worth to compile them.
+
+    Args:
+        model: The model.
+        n_steps: The number of steps.
+        forced: Whether to compile in any case.
+    """
+
+    def __init__(self, model: _Model, n_steps: int, forced: bool) -> None:
+        self._model, self._forced = model, forced
+        self._remaining = n_steps
+        self._times: list[float] = []
+        self._program: packages.Program | None = None
+
+    def bound(self, tokens: Tensor, uniform: Tensor, state: State) -> Callable[[], None]:
+        """Return what overwrites `tokens` (B, 1) with the next tokens and `state` with the next state."""
+        m, leaves = self._model, list(tensors(state))
+        if self._program is not None and not self._program.fits(leaves):
+            self._program = self._compiled(tokens, leaves, state)
+
+        def advance() -> None:
+            if self._program is None and (self._forced or self._worthwhile()):
+                self._program = self._compiled(tokens, leaves, state)
+            self._remaining -= 1
+            if self._program is None:
+                with donated():
+                    _advance(m, tokens, uniform, state)
+                return
+            log_probs = self._program(tokens, leaves)
+            drawn = draw(log_probs, uniform, temperature=m.temperature, top_k=m.top_k, top_p=m.top_p)
+            tokens.copy_(drawn[:, None])
+
+        return advance
+
+    def _worthwhile(self) -> bool:
+        """Return whether to look for a library now: once, after some measured steps."""
+        if len(self._times) <= WARM_UP + MEASURED:
+            self._times.append(perf_counter())
+        return len(self._times) == WARM_UP + MEASURED + 1 and self._left() >= WORTH_LOADING
+
+    def _left(self) -> float:
+        """Return the seconds that the remaining steps take in Python."""
+        return (self._times[-1] - self._times[WARM_UP]) / MEASURED * self._remaining
+
+    def _compiled(self, tokens: Tensor, leaves: list[Tensor], state: State) -> packages.Program | None:
+        step = packages.Step(self._model.backbone, self._model.embed, self._model.head, state)
+        may_compile = self._forced or self._left() >= WORTH_COMPILING
+        self._times.append(0.0)  # asked once
+        try:
+            if may_compile and not self._forced:
+                check_inductor("compile", tokens.device)
+            return packages.program(step, tokens, leaves, may_compile=may_compile)
+        except (packages.CompilationError, ValueError) as error:
+            if self._forced:
+                raise _refusal(self._model.backbone, error) from error
+            warnings.warn(f"Generation goes on without compiled steps, which are faster: {error}", stacklevel=2)
+            return None
+
+
+def _refusal(backbone: SequenceModule, error: Exception) -> ValueError:
+    kinds = ", ".join(sorted({type(m).__name__ for m in backbone.modules() if isinstance(m, Attention)}))
+    return ValueError(
+        f"compile=True: a step of {type(backbone).__name__} ({kinds}) can't be compiled; leave compile out. "
+        f"{type(error).__name__}: {error}"
+    )
 
 
 class _Advance:
@@ -339,11 +471,7 @@ class _Advance:
             with torch._dynamo.config.patch(recompile_limit=_MOST_PROGRAMS):
                 self._replay = _recorded(self._run, tokens.device) if _on_cuda(tokens.device) else self._run_once()
         except (TorchDynamoException, FailOnRecompileLimitHit) as error:
-            kinds = ", ".join(sorted({type(m).__name__ for m in model.backbone.modules() if isinstance(m, Attention)}))
-            raise ValueError(
-                f"compile=True: a step of {type(model.backbone).__name__} ({kinds}) can't be compiled; leave compile "
-                f"out. {type(error).__name__}: {error}"
-            ) from error
+            raise _refusal(model.backbone, error) from error
 
     def _run(self) -> None:
         with donated():
@@ -352,6 +480,10 @@ class _Advance:
     def _run_once(self) -> Callable[[], None]:
         self._run()
         return self._run
+
+
+def _on_cpu(device: torch.device) -> bool:
+    return device.type == "cpu"
 
 
 def _on_cuda(device: torch.device) -> bool:

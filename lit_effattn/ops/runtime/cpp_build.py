@@ -113,7 +113,7 @@ def build(name: str, vectors: Sequence[str] = ()) -> Path:
         [*compiler, _version(compiler), *options, *(path.read_text(encoding="utf-8") for path in sources)]
     )
     file = f"{name}-{hashlib.sha256(known.encode()).hexdigest()[:16]}.so"
-    folder = _folder()
+    folder = private_folder("kernels")
     if not (folder / file).exists():
         # Compiled to a temporary file: other processes may compile or load it at the same time.
         handle, temporary = tempfile.mkstemp(suffix=".so", dir=folder)
@@ -150,12 +150,12 @@ def _compiler() -> list[str]:
 
 
 @cache
-def _folder() -> Path:
-    """Return a cache folder that no other user can write to or replace, or else a temporary folder."""
+def private_folder(name: str) -> Path:
+    """Return the cache folder `name`, which no other user can write to or replace, or else a temporary folder."""
     try:
         # The parent is `datamodules.cache.default_cache()`. Whoever can write to it can replace the folder.
         parent = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "lit-effattn"
-        folder = parent / "kernels"
+        folder = parent / name
         for path in (parent, folder):
             path.mkdir(mode=0o700, parents=True, exist_ok=True)
             if not _is_private(path):
@@ -164,7 +164,7 @@ def _folder() -> Path:
             return folder
     except (OSError, RuntimeError) as error:  # no home, another owner, disk full
         private = Path(tempfile.mkdtemp(prefix="lit-effattn-"))
-        warnings.warn(f"Compiled kernels are kept in {private}, for this process only: {error}", stacklevel=2)
+        warnings.warn(f"Compiled {name} are kept in {private}, for this process only: {error}", stacklevel=2)
         return private
 
 

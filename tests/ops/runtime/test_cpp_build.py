@@ -28,7 +28,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     (tmp_path / "small").mkdir()
     source = '#include "../runtime/gemm_tiles.hpp"\nextern "C" int answer() { return ANSWER; }\n'
     (tmp_path / "small" / "kernels.cpp").write_text(source)
-    caches = cpp_build._folder, library, obstacle
+    caches = cpp_build.private_folder, library, obstacle
     for function in caches:
         function.cache_clear()
     yield tmp_path / "cache" / "lit-effattn" / "kernels"
@@ -99,7 +99,7 @@ def test_where_others_can_write_nothing_is_loaded(
     """They could put a library or a folder of theirs in the place of ours."""
     planted = build("small")
     planted.write_bytes(b"theirs")
-    cpp_build._folder.cache_clear()
+    cpp_build.private_folder.cache_clear()
     writable = folder.parent if of_parent else folder
     writable.chmod(mode)
     monkeypatch.setattr(cpp_build.tempfile, "tempdir", str(tmp_path))
@@ -115,10 +115,10 @@ def test_the_folder_is_made_for_this_user_alone(folder: Path):
 
 
 def test_the_folder_lies_in_the_cache_of_the_data_which_is_private_too(folder: Path, tmp_path: Path):
-    assert cpp_build._folder() == folder
+    assert cpp_build.private_folder("kernels") == folder
     assert folder.parent == default_cache()
     shutil.rmtree(folder.parent)
-    cpp_build._folder.cache_clear()
+    cpp_build.private_folder.cache_clear()
     umask = os.umask(0o002)
     try:
         cached_folder(default_cache() / "tokens", Path.touch, Path.exists)
@@ -126,7 +126,7 @@ def test_the_folder_lies_in_the_cache_of_the_data_which_is_private_too(folder: P
     finally:
         os.umask(umask)
     assert (tmp_path / "shared").stat().st_mode & 0o777 == 0o775
-    assert cpp_build._folder() == folder
+    assert cpp_build.private_folder("kernels") == folder
 
 
 @needs_compiler

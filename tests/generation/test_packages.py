@@ -1,0 +1,262 @@
+"""Compiled steps on the CPU: the same numbers, one library for a program, and when it is worth to make one."""
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lit_effattn import Transformer
+from lit_effattn.attention import LinearAttention, SoftmaxAttention, TransformerXLAttention
+from lit_effattn.generation import packages, sampling
+from lit_effattn.generation.packages import CompilationError, Program, Step
+from lit_effattn.generation.sampling import generate
+from lit_effattn.nn.heads import CategoricalHead
+from lit_effattn.sequence import SequenceModule, tensors
+from tests.laws.cases import CAUSAL, Case
+from tests.support.cases import of_kinds
+
+Made = tuple[SequenceModule, Callable[[Tensor], Tensor], CategoricalHead]
+
+
+def around(backbone: SequenceModule, dtype: torch.dtype = torch.double) -> Made:
+    torch.manual_seed(2)
+    embed, head = nn.Embedding(7, backbone.d_input), CategoricalHead(backbone.d_model, 7)
+    with torch.no_grad():
+        head.proj.weight.mul_(5)
+    return backbone, embed.to(dtype), head.to(dtype)
+
+
+def stack(attention=LinearAttention, **options) -> SequenceModule:
+    torch.manual_seed(1)
+    return Transformer(8, 2, 1, attention=attention, init="pytorch", **options).double().eval()
+
+
+def step_of(made: Made, rows: int = 2, max_len: int = 64) -> tuple[Step, Tensor, list[Tensor]]:
+    state = made[0].initial_state(rows, max_len=max_len)
+    leaves = [t.clone() for t in tensors(state)]
+    return Step(*made, state), torch.zeros(rows, 1, dtype=torch.long), leaves
+
+
+@pytest.fixture
+def interpreted(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[Path]:
+    """Traced programs run without inductor. Returns the files of those that were compiled."""
+    compiled: list[Path] = []
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    packages.cpp_build.private_folder.cache_clear()
+
+    def compile_(exported, path: Path) -> None:
+        torch.export.save(exported, path)
+        compiled.append(path)
+
+    class Package:
+        def __init__(self, path: str) -> None:
+            self._run = torch.export.load(path).module()
+            self._named = {**dict(self._run.named_parameters()), **dict(self._run.named_buffers())}
+
+        def get_constant_fqns(self) -> list[str]:
+            return list(self._named)
+
+        def load_constants(self, values, check_full_update, user_managed) -> None:
+            for name, t in values.items():
+                self._named[name].data = t
+
+        def __call__(self, tokens: Tensor, state: list[Tensor]) -> Tensor:
+            return self._run(tokens, state)
+
+    monkeypatch.setattr(packages, "_compile", compile_)
+    monkeypatch.setattr(packages, "_name_in_package", lambda name: name)
+    monkeypatch.setattr(torch._inductor, "aoti_load_package", Package)
+    monkeypatch.setattr(sampling, "LEAST_ROOM", 4)
+    yield compiled
+    packages.cpp_build.private_folder.cache_clear()
+
+
+@pytest.mark.parametrize("case", of_kinds(CAUSAL))
+@pytest.mark.parametrize("n_prompt", [1, pytest.param(3, marks=pytest.mark.exhaustive)])
+def test_traced_steps_draw_the_same_tokens(case: Case, n_prompt: int, interpreted: list[Path]):
+    """In states that begin small and grow, with one program."""
+    made, prompt = around(case.build()), torch.randint(7, (2, n_prompt))
+    assert torch.equal(generate(*made, prompt, 24, compile=True), generate(*made, prompt, 24, compile=False))
+    assert len(interpreted) == 1
+
+
+@pytest.mark.slow
+def test_a_library_of_machine_code(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    """It reads the weights that the model has now, and another process finds it."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    packages.cpp_build.private_folder.cache_clear()
+    made, prompt = around(stack(SoftmaxAttention)), torch.zeros(2, 1, dtype=torch.long)
+    assert torch.equal(generate(*made, prompt, 70, compile=True), generate(*made, prompt, 70, compile=False))
+    (file,) = tmp_path.rglob("*.pt2")
+    assert file.stat().st_size < 4e6  # no weights
+    with torch.no_grad():
+        made[2].proj.weight.mul_(-1)
+    monkeypatch.setattr(packages, "_compile", None)
+    assert torch.equal(generate(*made, prompt, 70, compile=True), generate(*made, prompt, 70, compile=False))
+    packages.cpp_build.private_folder.cache_clear()
+
+
+def test_every_model_with_the_same_program_uses_one_library(interpreted: list[Path], monkeypatch: pytest.MonkeyPatch):
+    """Of any weights and room; not of another option, type, number of rows or threads."""
+
+    def compiled(*args, **options) -> int:
+        packages.program(*step_of(*args, **options))
+        return len(interpreted)
+
+    made = around(stack(SoftmaxAttention))
+    assert compiled(made) == 1
+    assert compiled(made, max_len=128) == 1
+    with torch.no_grad():
+        made[2].proj.weight.add_(1)
+    assert compiled(made) == 1
+    assert compiled(around(stack(SoftmaxAttention))) == 1
+    assert compiled(made, rows=3) == 2
+    assert compiled(around(stack(SoftmaxAttention, norm_eps=1e-3))) == 3
+    assert compiled(around(stack(SoftmaxAttention).float(), torch.float)) == 4
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 99)
+    assert compiled(made) == 5
+
+
+def test_a_memory_of_a_fixed_size_has_it_at_once(interpreted: list[Path]):
+    made = around(stack(partial(TransformerXLAttention, mem_len=70)))
+    prompt = torch.zeros(2, 1, dtype=torch.long)
+    assert torch.equal(generate(*made, prompt, 90, compile=True), generate(*made, prompt, 90, compile=False))
+    assert len(interpreted) == 1
+
+
+def test_a_program_says_which_states_it_takes(interpreted: list[Path]):
+    step, tokens, state = step_of(around(stack(SoftmaxAttention)))
+    program = packages.program(step, tokens, state)
+    assert program.fits(state)
+    assert program.fits(step_of(around(stack(SoftmaxAttention)), max_len=96)[2])
+    assert not program.fits(step_of(around(stack(SoftmaxAttention)), rows=3)[2])
+    linear = step_of(around(stack()))
+    program = packages.program(*linear)
+    assert program.fits(linear[2])
+    assert not program.fits([t[..., None] for t in linear[2]])
+
+
+@pytest.mark.parametrize("by", [0.1, float("nan")])
+def test_a_program_with_other_numbers_is_refused(by: float, interpreted: list[Path], monkeypatch: pytest.MonkeyPatch):
+    step, tokens, state = step_of(around(stack()))
+    packages.program(step, tokens, state)
+    for part in ("log-probabilities", "state"):
+
+        def run(tokens, state, part=part):
+            log_probs = step(tokens, state)
+            (log_probs if part == "log-probabilities" else state[1]).add_(by)
+            return log_probs
+
+        monkeypatch.setattr(packages, "Program", lambda _, shapes, run=run: Program(run, shapes))
+        with pytest.raises(CompilationError, match="it differs from Python's step by"):
+            packages.program(step, tokens, state)
+
+
+def test_a_failed_compilation_leaves_no_file(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    def fail(exported, package_path: str, **options: object) -> None:
+        Path(package_path).write_text("half")
+        raise RuntimeError("the disk is full")
+
+    monkeypatch.setattr(torch._inductor, "aoti_compile_and_package", fail)
+    with pytest.raises(CompilationError, match="RuntimeError: the disk is full"):
+        packages._compile(None, tmp_path / "it.pt2")
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_step_that_reads_values_is_refused(interpreted: list[Path]):
+    class Looking(LinearAttention):
+        def attend(self, q, k, v, state, lengths):
+            assert q.sum().item() < 1e9
+            return super().attend(q, k, v, state, lengths)
+
+    made, prompt = around(stack(Looking)), torch.zeros(1, 1, dtype=torch.long)
+    with pytest.raises(ValueError, match=r"a step of Transformer \(Looking\) can't be compiled; leave compile out"):
+        generate(*made, prompt, 1, compile=True)
+
+
+# ------------------------------------------------------------------------------------------ when it is worth compiling
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
+    """Set the seconds of a step."""
+    monkeypatch.setattr(sampling, "LEAST_STEPS", 40)
+    monkeypatch.setattr(sampling, "check_inductor", lambda asked, device: None)
+    times = [0.0, 0.0]
+
+    def now() -> float:
+        times[0] += times[1]
+        return times[0]
+
+    monkeypatch.setattr(sampling, "perf_counter", now)
+    return lambda seconds: times.__setitem__(1, seconds)
+
+
+MEASURED = sampling.WARM_UP + sampling.MEASURED
+
+
+@pytest.mark.parametrize(
+    ("seconds", "there", "compiled", "used"),
+    [
+        (14.9, True, 0, False),  # what remains is too short to look for a library
+        (15.1, True, 0, True),
+        (15.1, False, 0, False),
+        (119, False, 0, False),  # too short to make one
+        (121, False, 1, True),
+    ],
+)
+def test_compiled_if_what_remains_takes_long(
+    seconds: float, there: bool, compiled: int, used: bool, interpreted: list[Path], clock, monkeypatch
+):
+    made, prompt, n = around(stack()), torch.zeros(2, 1, dtype=torch.long), 60
+    expected = generate(*made, prompt, n, compile=False)
+    if there:
+        generate(*made, prompt, 1, compile=True)
+    before, calls = len(interpreted), []
+    call = Program.__call__
+    monkeypatch.setattr(Program, "__call__", lambda self, *args: calls.append(0) or call(self, *args))
+    clock(seconds / (n - MEASURED))
+    assert torch.equal(generate(*made, prompt, n), expected)
+    assert len(interpreted) - before == compiled
+    assert len(calls) == (1 + n - MEASURED if used else 0)  # once to compare
+
+
+def test_few_tokens_are_not_timed(interpreted: list[Path], clock):
+    clock(1e9)
+    generate(*around(stack()), torch.zeros(2, 1, dtype=torch.long), 39)
+    assert not interpreted
+
+
+def test_without_a_compiler_it_goes_on_and_says_so(interpreted: list[Path], clock, monkeypatch: pytest.MonkeyPatch):
+    def missing(asked: str, device: torch.device) -> None:
+        raise ValueError("there is no compiler")
+
+    clock(1e9)
+    monkeypatch.setattr(sampling, "check_inductor", missing)
+    made, prompt = around(stack()), torch.zeros(2, 1, dtype=torch.long)
+    with pytest.warns(UserWarning, match=r"goes on without compiled steps.*there is no compiler") as warned:
+        drawn = generate(*made, prompt, 60)
+    assert len(warned) == 1
+    assert torch.equal(drawn, generate(*made, prompt, 60, compile=False))
+
+
+def test_a_state_that_grows_with_each_step_goes_on_in_python(interpreted: list[Path], clock):
+    clock(1e9)
+    made, prompt = around(stack(SoftmaxAttention)), torch.zeros(2, 1, dtype=torch.long)
+    state = made[0].initial_state(2)
+    assert torch.equal(generate(*made, prompt, 60, state=state), generate(*made, prompt, 60, compile=False))
+    assert not interpreted
+
+
+def test_tensors_that_share_memory_are_parted():
+    """Else a library, which overwrites each of them, would count twice."""
+    shared = torch.zeros(2, dtype=torch.long)
+    turned = torch.randn(2, 3).T
+    parted = sampling._apart((shared, (shared, turned), None))
+    assert parted[0] is shared
+    assert parted[1][0].data_ptr() != shared.data_ptr()
+    assert parted[1][1].is_contiguous()
+    assert torch.equal(parted[1][1], turned)

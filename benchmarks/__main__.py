@@ -13,14 +13,14 @@ from pathlib import Path
 
 import torch
 
-from benchmarks import generation, kernels, layers, memory, packing, scaling, speech_stream, steps, vocabulary
+from benchmarks import generation, kernels, layers, memory, packing, scaling, speech_stream, steps, tokens, vocabulary
 from benchmarks.experiments import compression, features, longterm, minilm, recl, reproduce, sorting, swap
 from benchmarks.report import Report, publish
 
 BENCHMARKS = {
     module.__name__.rpartition(".")[2]: module
     for module in (
-        *(kernels, layers, steps, generation, memory, scaling, vocabulary, speech_stream, packing),
+        *(kernels, layers, steps, generation, tokens, memory, scaling, vocabulary, speech_stream, packing),
         *(minilm, swap, recl, longterm, features, compression, sorting, reproduce),
     )
 }

@@ -105,14 +105,22 @@ def program(step: Step, tokens: Tensor, state: Sequence[Tensor], *, may_compile:
         if not may_compile:
             return None
         _compile(exported, path)
+    try:
+        made = _loaded(path, exported)
+        _check(made, step, tokens, state)
+    except Exception as error:
+        path.unlink(missing_ok=True)  # it may be damaged; the next call compiles again
+        raise CompilationError(f"{type(error).__name__}: {error}") from error
+    return made
+
+
+def _loaded(path: Path, exported: torch.export.ExportedProgram) -> Program:
     with _quiet():
         package = torch._inductor.aoti_load_package(str(path))
     values = {**exported.state_dict, **{_name_in_package(name): t for name, t in exported.constants.items()}}
     names = package.get_constant_fqns()
     package.load_constants({name: values[name] for name in names}, check_full_update=True, user_managed=True)
-    made = Program(package, _shapes(exported)[1:])
-    _check(made, step, tokens, state)
-    return made
+    return Program(package, _shapes(exported)[1:])
 
 
 def _name_in_package(name: str) -> str:
@@ -134,7 +142,7 @@ def _check(program: Program, step: Step, tokens: Tensor, state: list[Tensor]) ->
     expected = [step(tokens, expected), *expected]
     for a, b in zip(found, expected, strict=True):
         if not torch.allclose(a.double(), b.double(), rtol=1e-2, atol=1e-3, equal_nan=True):
-            raise CompilationError(f"it differs from Python's step by {(a.double() - b.double()).abs().max():.1e}")
+            raise ValueError(f"it differs from Python's step by {(a.double() - b.double()).abs().max():.1e}")
 
 
 def _traced(step: Step, tokens: Tensor, state: list[Tensor]) -> torch.export.ExportedProgram:

@@ -153,6 +153,17 @@ def test_a_program_with_other_numbers_is_refused(by: float, interpreted: list[Pa
         monkeypatch.setattr(packages, "Program", lambda _, shapes, run=run: Program(run, shapes))
         with pytest.raises(CompilationError, match="it differs from Python's step by"):
             packages.program(step, tokens, state)
+        assert not interpreted[-1].exists()
+
+
+def test_a_damaged_library_is_made_again(interpreted: list[Path]):
+    arguments = step_of(around(stack()))
+    packages.program(*arguments)
+    interpreted[0].write_bytes(b"half")
+    with pytest.raises(CompilationError, match="is not a zip file"):
+        packages.program(*arguments)
+    packages.program(*arguments)
+    assert len(interpreted) == 2
 
 
 def test_a_failed_compilation_leaves_no_file(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):

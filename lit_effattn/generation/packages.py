@@ -137,10 +137,10 @@ def _shapes(exported: torch.export.ExportedProgram) -> list[list[int | None]]:
 
 
 def _check(program: Program, step: Step, tokens: Tensor, state: list[Tensor]) -> None:
-    found, expected = ([t.clone() for t in state] for _ in range(2))
-    found = [program(tokens, found), *found]
+    compiled, expected = ([t.clone() for t in state] for _ in range(2))
+    compiled = [program(tokens, compiled), *compiled]
     expected = [step(tokens, expected), *expected]
-    for a, b in zip(found, expected, strict=True):
+    for a, b in zip(compiled, expected, strict=True):
         if not torch.allclose(a.double(), b.double(), rtol=1e-2, atol=1e-3, equal_nan=True):
             raise ValueError(f"it differs from Python's step by {(a.double() - b.double()).abs().max():.1e}")
 

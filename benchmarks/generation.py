@@ -1,7 +1,8 @@
 """Generation: images per second and state size by attention, or time per token by cross-attention.
 
 Without sources it draws images, by linear attention, and by softmax attention with and without a key/value cache. With
-sources it decodes from them, greedily and with beam search. With `--speculative` it draws text with drafts.
+sources it decodes from them, greedily and with beam search. With `--speculative` it draws text with drafts. `--states`,
+`--prompts` and `--forks` measure kept states and many prompts.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from benchmarks import speculation
+from benchmarks import kept, speculation
 from benchmarks.measuring import Spread, add_options, at_least, interleaved, now, seconds_of
 from benchmarks.models import IMAGES, SMALL, Size, build, random_levels, size_for
 from benchmarks.report import Report, Row
@@ -90,6 +91,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_options(parser, 2, prefixes=(8, "at which no cache is measured"), beam=(4, "hypotheses of a search"))
     about = "decode from sources of so many tokens instead"
     parser.add_argument("--sources", type=at_least(1), nargs="+", default=[], help=about)
+    about = "save, load and fork states after so many positions instead"
+    parser.add_argument("--states", type=at_least(1), nargs="+", default=[], help=about)
+    about = "continue so many prompts instead, one after another and in a batch"
+    parser.add_argument("--prompts", type=at_least(1), default=0, help=about)
+    add_options(parser, prefix=(256, "tokens that the prompts share"))
+    about = "fork and keep states in memory so many times instead, and count the bytes of the process"
+    parser.add_argument("--forks", type=at_least(10), default=0, help=about)
     add_options(parser, most=(8192, f"longest source of “{PLAIN}”"), tokens=(32, "decoded in a round"))
     speculation.add_arguments(parser)
 
@@ -97,6 +105,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> Report:
     if args.speculative is not None:
         return speculation.run(args)
+    for given, measure in ((args.states, kept.states), (args.prompts, kept.prompts), (args.forks, kept.forks)):
+        if given:
+            return measure(args)
     rows: list[Row] = []
     for batch_size in args.batch_sizes if args.sources else ():
         rows += _decoded(batch_size, args)

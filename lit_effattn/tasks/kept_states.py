@@ -102,6 +102,8 @@ def load_stream(stream: SpeechStream, path: Path) -> None:
         raise ValueError(f"{path} is of a stream with other options; give those with which it was written: {written}")
     given: Any = {name: leaves.pop(name, None) for name in stream.kept._fields if name != "state"}
     state = _filled(backbone.initial_state(1, device=torch.device("meta")), leaves, path) if leaves else None
+    for name in ("samples", "moments"):  # of the features, which are computed on the CPU
+        given[name] = None if given[name] is None else given[name].cpu()
     stream.kept = stream.kept._replace(**given, state=state)
 
 

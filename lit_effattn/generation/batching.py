@@ -45,8 +45,8 @@ def generate_each(
     saves more positions than a call costs (`sequence.CALL_COST`). A position of Transformer-XL's attention without
     `same_length` sees all of a call, so prompts are then read as wholes.
 
-    Sample j of a prompt is drawn from the random stream of row j, whatever the prompt. It is row j of `generate` for n
-    rows of that prompt (up to rounding), and does not depend on the other prompts or on `batch_size`.
+    Sample j of prompt i is drawn from the random stream of row i n + j. It is that row of `generate` for rows of that
+    prompt (up to rounding), and does not depend on the other prompts or on `batch_size`.
 
     Args:
         backbone: As in `generate`.
@@ -75,14 +75,15 @@ def generate_each(
         return []
     device, longest = prompts[0].device, max(limits)
     reader = _Reader(backbone, embed, prompts, longest, PrefixCache() if cache is None else cache)
-    uniform = torch.stack([_random_stream(sampling.seed, j, longest) for j in range(n)]).to(device)  # (n, T)
+    streams = [_random_stream(sampling.seed, row, longest) for row in range(len(prompts) * n)]
+    uniform = torch.stack(streams).view(-1, n, longest).to(device)  # (prompts, n, T)
     drawn = torch.empty(len(prompts), n, longest, dtype=torch.long, device=device)
     how: dict[str, Any] = {name: getattr(sampling, name) for name in ("temperature", "top_k", "top_p")}
 
     def next_tokens(y: Tensor, rows: list[list[int]]) -> Tensor:
         """Draw the next token of each row, (B,), given the outputs (B, d_model) at the last ones."""
         prompt, j, t = torch.tensor(rows, device=device).T
-        result = draw(head.log_probs(y), uniform[j, t], **how)
+        result = draw(head.log_probs(y), uniform[prompt, j, t], **how)
         drawn[prompt, j, t] = result
         for row in rows:
             row[2] += 1

@@ -108,8 +108,7 @@ class Trainer(pl.Trainer):
                 stays the same, and its tokens with temperature 0; with others, a seed draws another text.
             n_draft: Text: tokens that the draft proposes at a time. Default: 4.
             prompts_file: Text: a file of prompts, one a line. If its name ends in .jsonl, a line is a JSON string, or
-                an object with prompt and n_tokens. The samples of each, `n` of them, are those that `prompt` gives.
-                They are written to samples.jsonl.
+                an object with prompt and n_tokens. The samples, `n` of each, are written to samples.jsonl.
             batch_size: Text: samples of `prompts_file` that are drawn at once. Default: 32.
             source: The text to write a target for.
             output: Folder to write to, which must not exist or be empty. Default: a new one in the run's `generated`.

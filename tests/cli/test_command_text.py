@@ -233,16 +233,18 @@ def test_a_file_of_prompts_gets_what_each_prompt_gets(run: Path, capsys: pytest.
     prompts = {"3 birds sit": 12, "3 b": 7, "3 birds\nfly": 12}
     lines = ['"3 birds sit"', '{"prompt": "3 b", "n_tokens": 7}', '"3 birds\\nfly"']
     Path("prompts.jsonl").write_text("\n".join(lines))
-    how = ["generate", "--ckpt_path", "last", "--seed", "2", "--n", "2"]
-    file = ["--prompts_file", "prompts.jsonl"]
-    main([*how, *file, "--n_tokens", "12", "--batch_size", "4", "--output", "drawn"])
-    assert "6 texts: drawn/samples.jsonl" in capsys.readouterr().out
-    entries = [json.loads(line) for line in Path("drawn/samples.jsonl").read_text(encoding="utf-8").splitlines()]
-    for entry, (prompt, n_tokens) in zip(entries, prompts.items(), strict=True):
-        main([*how, "--prompt", prompt, "--n_tokens", str(n_tokens)])
-        assert entry["prompt"] == prompt
-        assert [prompt + text for text in entry["samples"]] == samples(run)
-    capsys.readouterr()
+    generate, file = ["generate", "--ckpt_path", "last"], ["--prompts_file", "prompts.jsonl"]
+    for how in (["--temperature", "0"], ["--seed", "2", "--n", "2"]):
+        main([*generate, *how, *file, "--n_tokens", "12", "--batch_size", "4", "--output", f"drawn{len(how)}"])
+        lines = Path(f"drawn{len(how)}/samples.jsonl").read_text(encoding="utf-8").splitlines()
+        for line, (prompt, n_tokens) in zip(lines, prompts.items(), strict=True):
+            entry = json.loads(line)
+            assert entry["prompt"] == prompt
+            assert len(entry["samples"]) == len(how) // 2
+            if "--temperature" in how or prompt == "3 birds sit":  # the first has the streams of `--prompt`
+                main([*generate, *how, "--prompt", prompt, "--n_tokens", str(n_tokens)])
+                assert [prompt + text for text in entry["samples"]] == samples(run)
+    assert "6 texts: drawn4/samples.jsonl" in capsys.readouterr().out
     Path("empty.txt").write_text("\n")
     for args, words in (
         ([*file, "--prompt", "a"], "--prompts_file and --prompt were both given"),

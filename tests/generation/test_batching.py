@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from lit_effattn import Transformer
-from lit_effattn.generation import PrefixCache, generate_each
+from lit_effattn.generation import PrefixCache, generate_each, sampling
 from lit_effattn.tasks import LanguageModel
 from tests.tasks.test_kept_states import KINDS, V, made
 
@@ -22,13 +22,21 @@ def prompts(n: int, longest: int = 30) -> list[torch.Tensor]:
     return [torch.tensor(p) for p in [*begun[: n - 2], begun[0], begun[0]]]
 
 
-def alone(model: LanguageModel, prompt: torch.Tensor, n_tokens: int, n: int = 1, **options: Any) -> torch.Tensor:
-    return model.sample(prompt.expand(n, -1), n_tokens, **options)
+def alone(
+    model: LanguageModel, prompt: torch.Tensor, n_tokens: int, place: int, n: int = 1, **options: Any
+) -> torch.Tensor:
+    """What `generate` draws in n rows from the random streams of prompt number `place`."""
+    with pytest.MonkeyPatch.context() as patch:
+        own = sampling._random_stream
+        patch.setattr(sampling, "_random_stream", lambda seed, row, length: own(seed, place * n + row, length))
+        return model.sample(prompt.expand(n, -1), n_tokens, **options)
 
 
 def assert_as_alone(model: LanguageModel, given: list[torch.Tensor], limits: list[int], **options: Any) -> None:
-    for prompt, limit, drawn in zip(given, limits, model.sample_each(given, limits, **options), strict=True):
-        assert torch.equal(drawn, alone(model, prompt, limit, options.get("n", 1), seed=options.get("seed", 0)))
+    result = model.sample_each(given, limits, **options)
+    for i, (prompt, limit, drawn) in enumerate(zip(given, limits, result, strict=True)):
+        assert torch.equal(drawn, alone(model, prompt, limit, i, options.get("n", 1), seed=options.get("seed", 0)))
+    assert len({int(drawn[0, 0]) for drawn in result}) > 2
 
 
 @pytest.mark.parametrize("kind", ["LinearAttention", "SoftmaxAttention", "TransformerXLAttention", "LSTM"])

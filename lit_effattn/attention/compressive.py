@@ -104,6 +104,7 @@ class CompressiveAttention(TransformerXLAttention):
         share_uv: Whether all layers of a `Transformer` share u and v: see `TransformerXLAttention`.
     """
 
+    depends_on_split = False
     extra_parameters = (*TransformerXLAttention.extra_parameters, "compressor")
 
     def __init__(

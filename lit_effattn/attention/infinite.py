@@ -112,6 +112,7 @@ class InfiniteAttention(TransformerXLAttention):
             that is `norm_memory` of the `Transformer`.
     """
 
+    depends_on_split = False
     extra_parameters = (
         *TransformerXLAttention.extra_parameters,
         "ltm_q_proj",

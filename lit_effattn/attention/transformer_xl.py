@@ -271,6 +271,11 @@ class TransformerXLAttention(Attention):
         """See `Attention.project`."""
         return super().project(self._normed(x))
 
+    @property
+    def depends_on_split(self) -> bool:
+        """Whether a position of a longer call sees more keys than if each call had one position."""
+        return not (self.same_length or self.stepwise)
+
     def set_memory(self, mem_len: int, clamp_len: int | None = None, same_length: bool = False) -> None:
         """Change the memory, for example for evaluation. The options are those of the constructor.
 

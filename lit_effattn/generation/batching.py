@@ -11,9 +11,6 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from lit_effattn.attention.compressive import CompressiveAttention
-from lit_effattn.attention.infinite import InfiniteAttention
-from lit_effattn.attention.transformer_xl import TransformerXLAttention
 from lit_effattn.checks import at_least
 from lit_effattn.generation.prefixes import PrefixCache, Tokens, stops
 from lit_effattn.generation.sampling import AS_TRAINED, Sampling, SamplingOptions, _random_stream, check_causal, draw
@@ -155,7 +152,7 @@ class _Reader:
         self._tokens: list[Tokens] = [tuple(prompt.tolist()) for prompt in prompts]
         self.order = sorted(range(len(prompts)), key=self._tokens.__getitem__)
         self._stops: dict[int, list[int]] = {}
-        if cache.max_bytes and not any(_sees_its_call(module) for module in backbone.modules()):
+        if cache.max_bytes and not any(getattr(module, "depends_on_split", False) for module in backbone.modules()):
             ordered = [self._tokens[i] for i in self.order]
             self._stops = dict(zip(self.order, stops(ordered), strict=True))
 
@@ -191,10 +188,3 @@ class _Reader:
                 n = stop
                 cache.add(tokens[:n], state)
         return n, self._backbone.grow(state, cache.max_len)
-
-
-def _sees_its_call(module: torch.nn.Module) -> bool:
-    """Whether the outputs of a call differ from those of several calls: see `TransformerXLAttention`."""
-    if isinstance(module, (CompressiveAttention, InfiniteAttention)):
-        return False
-    return isinstance(module, TransformerXLAttention) and not module.same_length

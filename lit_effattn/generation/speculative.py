@@ -179,7 +179,7 @@ def verified(p: Tensor, proposal: Proposal, uniform: Tensor) -> tuple[Tensor, Te
 @contextmanager
 def _stepwise(backbone: SequenceModule) -> Iterator[None]:
     """Let a position see what it sees when positions are read one by one: see `TransformerXLAttention.stepwise`."""
-    modules: list[Any] = [m for m in backbone.modules() if getattr(m, "stepwise", True) is False]
+    modules: list[Any] = [m for m in backbone.modules() if getattr(m, "depends_on_split", False)]
     for module in modules:
         module.stepwise = True
     try:

@@ -53,6 +53,8 @@ def _parsed(line: str, place: str) -> Prompt:
     text, n_tokens = entry["prompt"], entry.get("n_tokens")
     if not isinstance(text, str) or (n_tokens is not None and (type(n_tokens) is not int or n_tokens < 1)):
         raise ValueError(f"{place}: {line[:80]}: prompt must be a string, and n_tokens an integer of at least 1")
+    if any("\ud800" <= c <= "\udfff" for c in text):
+        raise ValueError(f"{place}: {line[:80]}: half of a surrogate pair is not a character; write both halves")
     return Prompt(text, n_tokens)
 
 

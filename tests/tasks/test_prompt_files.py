@@ -32,6 +32,7 @@ def test_a_line_of_jsonl(tmp_path: Path):
         ('{"prompt": "a", "seed": 1}', "is neither a string nor"),
         ('{"prompt": 1}', "prompt must be a string"),
         ('{"prompt": "a", "n_tokens": 0}', "n_tokens an integer of at least 1"),
+        (r'"a\ud800"', "half of a surrogate pair is not a character"),
         ('{"prompt": "a", "n_tokens": true}', "n_tokens an integer of at least 1"),
     ],
 )

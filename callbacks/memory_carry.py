@@ -133,7 +133,11 @@ class MemoryCarry(pl.Callback):
             )
             return
         try:
-            self._training = memories.scatter_memory(saved, pl_module.backbone.initial_state(1))
+            like = pl_module.backbone.initial_state(1)
+            self._training = memories.scatter_memory(saved, like)
+            for t, expected in zip(sequence.tensors(self._training), sequence.tensors(like), strict=False):
+                if t.is_floating_point() != expected.is_floating_point():
+                    raise ValueError(f"a tensor of type {expected.dtype} was expected, and one of {t.dtype} was found")
             rows = {t.size(0) for t in sequence.tensors(self._training)}
             if len(rows) > 1:
                 raise ValueError(f"its tensors have {sorted(rows)} rows")

@@ -283,7 +283,7 @@ def unpack(packed: Any, like: State) -> State:
         like: Any state of the same module, such as `initial_state(1)`.
 
     Raises:
-        ValueError: If `packed` has another structure than `like`, or a tensor with other dimensions or of another type.
+        ValueError: If `packed` has another structure than `like`, or a tensor with another number of dimensions.
     """
     if like is None or (packed is None and isinstance(like, tuple)):
         return packed
@@ -291,15 +291,14 @@ def unpack(packed: Any, like: State) -> State:
         if not isinstance(packed, tuple | list) or len(packed) != len(like):
             raise ValueError(f"a state of {len(like)} parts was expected, and {_described(packed)} was found")
         return _like(like, [unpack(part, example) for part, example in zip(packed, like, strict=True)])
-    of_type = isinstance(packed, Tensor) and packed.is_floating_point() == like.is_floating_point()
-    if not of_type or packed.dim() != like.dim():
+    if not isinstance(packed, Tensor) or packed.dim() != like.dim():
         raise ValueError(f"{_described(like)} was expected in a state, and {_described(packed)} was found")
     return packed
 
 
 def _described(value: Any) -> str:
     if isinstance(value, Tensor):
-        return f"a tensor of {value.dim()} dimensions and type {value.dtype}"
+        return f"a tensor of {value.dim()} dimensions"
     return f"a {type(value).__name__} of {len(value)} parts" if isinstance(value, tuple | list) else repr(value)[:40]
 
 

@@ -9,6 +9,7 @@ uses it, and after a change of the code, of an option or of PyTorch another one 
 
 from __future__ import annotations
 
+import gc
 import hashlib
 import logging
 import os
@@ -152,11 +153,16 @@ def _traced(step: Step, tokens: Tensor, state: list[Tensor]) -> torch.export.Exp
         {i: torch.export.Dim.AUTO for i, (m, n) in enumerate(zip(a.shape, b.shape, strict=True)) if m != n}
         for a, b in zip(tensors(few), tensors(many), strict=True)
     ]
+    exported, reason = None, ""
     try:
         with _quiet():
-            return torch.export.export(step, (tokens, state), dynamic_shapes=({}, dims), strict=False)
+            exported = torch.export.export(step, (tokens, state), dynamic_shapes=({}, dims), strict=False)
     except Exception as error:  # of any kind, from torch.export
-        raise CompilationError(f"{type(error).__name__}: {error}") from error
+        reason = f"{type(error).__name__}: {error}"
+    gc.collect()  # see `interchange.export`: else configurations can't name the modules' classes by their short names
+    if exported is None:
+        raise CompilationError(reason)
+    return exported
 
 
 def _key(exported: torch.export.ExportedProgram) -> str:

@@ -451,11 +451,14 @@ def _conversion(step: Step, format: str) -> Iterator[None]:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             yield
+        return
     except Exception as error:  # torch.export and the converters raise errors of many types
-        kinds = ", ".join(dict.fromkeys([type(step.entry).__name__, *_kinds(step.backbone)]))
-        raise ValueError(f"a step of {kinds} can't be exported with format={format}: {_reason(error)}") from error
+        reason = _reason(error)
     finally:
         logging.disable(disabled)
+    # Outside of the handler: an error's traceback would keep the tracer, and the classes that `export` collects.
+    kinds = ", ".join(dict.fromkeys([type(step.entry).__name__, *_kinds(step.backbone)]))
+    raise ValueError(f"a step of {kinds} can't be exported with format={format}: {reason}")
 
 
 _COLOUR = re.compile(r"\x1b\[[\d;]*m")

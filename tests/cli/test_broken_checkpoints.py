@@ -242,7 +242,7 @@ def test_what_is_said(what: str, folder: Path, monkeypatch: pytest.MonkeyPatch, 
         (
             (0, 0),
             "a number",
-            "a tensor of 1 dimensions and type torch.int64 was expected in a state, and -7.5 was found",
+            "a tensor of 1 dimensions was expected in a state, and -7.5 was found",
         ),
         ((0, 0), "None", "was expected in a state, and None was found"),
         ((0, 1), "text", "a state of 1 parts was expected, and 'x' was found"),
@@ -265,6 +265,16 @@ def test_a_carried_memory_whose_rows_differ(folder: Path, monkeypatch, capsys):
     content["memory_carry"][0] = (length[:1], layers)
     torch.save(content, "it.ckpt")
     assert "its tensors have [1, 2] rows" in fails(capsys, *command("text", "fit"))
+
+
+def test_a_carried_memory_of_another_type(folder: Path, monkeypatch, capsys):
+    monkeypatch.chdir(folder)
+    content = torch.load("text.ckpt", weights_only=True)
+    length, layers = content["memory_carry"][0]
+    content["memory_carry"][0] = (length.float(), layers)
+    torch.save(content, "it.ckpt")
+    message = fails(capsys, *command("text", "fit"))
+    assert "a tensor of type torch.int64 was expected, and one of torch.float32 was found" in message
 
 
 def test_positions_of_other_loaders(folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):

@@ -46,7 +46,11 @@ def launched(*args: str) -> subprocess.CompletedProcess[str]:
         capture_output=True,
         text=True,
         timeout=300,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "XDG_CACHE_HOME": str(cpp_build._folder().parent.parent)},
+        env={
+            **os.environ,
+            "OMP_NUM_THREADS": "1",
+            "XDG_CACHE_HOME": str(cpp_build.private_folder("kernels").parent.parent),
+        },
         check=False,
     )
 

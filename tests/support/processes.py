@@ -46,7 +46,7 @@ def run_command(args: list[str], n: int = 1) -> CompletedProcess[str]:
         outputs = [f"{folder}/stdout", f"{folder}/stderr"]
         context = multiprocessing.get_context("forkserver")
         ranks = [environment | {"LOCAL_RANK": str(rank)} for rank in range(n)] if n > 1 else [environment]
-        kernels = cpp_build._folder()
+        kernels = cpp_build.private_folder("kernels")
         processes = [context.Process(target=_command, args=(args, of_rank, outputs, kernels)) for of_rank in ranks]
         for process in processes:
             process.start()
@@ -64,7 +64,7 @@ def _command(args: list[str], environment: dict[str, str], outputs: list[str], k
 
     from lit_effattn.cli import main
 
-    cpp_build._folder = lambda: kernels
+    cpp_build.private_folder = lambda name: kernels
     os.environ.clear()
     os.environ.update(environment)
     rank_zero_only.rank = int(environment.get("LOCAL_RANK", 0))  # as Lightning reads it when it is imported

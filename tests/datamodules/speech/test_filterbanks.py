@@ -123,7 +123,7 @@ def test_a_stream_gives_the_frames_of_the_whole(sizes):
         features.append(stream(samples[read : read + size]))
         read += size
         assert sum(map(len, features)) == banks.n_frames(read)
-        assert stream._samples.untyped_storage().nbytes() < 4 * banks.frame_samples
+        assert stream.samples.untyped_storage().nbytes() < 4 * banks.frame_samples
     torch.testing.assert_close(torch.cat(features), banks(samples), rtol=0, atol=1e-4)
 
 

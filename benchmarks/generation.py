@@ -59,7 +59,7 @@ IMAGE_NOTES = [
     "ms/token: one step, which draws one token of every image of the batch.",
     "no cache: the whole prefix is computed again for every token, as in the paper's softmax baseline. A batch of more "
     f"than {ROWS} images is computed {ROWS} at a time, of which one is measured.",
-    "compiled: a step is one program of torch.compile, on CUDA one graph. The time of compilation, once for each "
+    "compiled: a step is one program, on CUDA one graph. The time of tracing and compiling, once for each "
     "number of images, is not included.",
     "integrated: not run as a whole. The cost of a token was measured at the given number of positions, spread evenly "
     "over the sequence, interpolated linearly between them and summed over all tokens. For a quadratic cost this is "

@@ -11,11 +11,8 @@ from __future__ import annotations
 
 import gc
 import hashlib
-import logging
 import os
-import warnings
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
@@ -23,6 +20,7 @@ from torch import Tensor, nn
 
 from lit_effattn.nn.heads import Head
 from lit_effattn.ops.runtime import cpp_build
+from lit_effattn.ops.runtime.quiet import quiet
 from lit_effattn.sequence import SequenceModule, State, donated, map_tensors, tensors
 
 
@@ -116,7 +114,7 @@ def program(step: Step, tokens: Tensor, state: Sequence[Tensor], *, may_compile:
 
 
 def _loaded(path: Path, exported: torch.export.ExportedProgram) -> Program:
-    with _quiet():
+    with quiet():
         package = torch._inductor.aoti_load_package(str(path))
     values = {**exported.state_dict, **{_name_in_package(name): t for name, t in exported.constants.items()}}
     names = package.get_constant_fqns()
@@ -155,7 +153,7 @@ def _traced(step: Step, tokens: Tensor, state: list[Tensor]) -> torch.export.Exp
     ]
     exported, reason = None, ""
     try:
-        with _quiet():
+        with quiet():
             exported = torch.export.export(step, (tokens, state), dynamic_shapes=({}, dims), strict=False)
     except Exception as error:  # of any kind, from torch.export
         reason = f"{type(error).__name__}: {error}"
@@ -177,24 +175,11 @@ def _key(exported: torch.export.ExportedProgram) -> str:
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:32]
 
 
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Keep back what torch's compiler logs, such as that there is no CUDA."""
-    disabled = logging.root.manager.disable
-    logging.disable(logging.WARNING)
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        logging.disable(disabled)
-
-
 def _compile(exported: torch.export.ExportedProgram, path: Path) -> None:
     part = path.with_suffix(f".{os.getpid()}.pt2")
     options = {"aot_inductor.package_constants_in_so": False, "always_keep_tensor_constants": True}
     try:
-        with _quiet():
+        with quiet():
             torch._inductor.aoti_compile_and_package(exported, package_path=str(part), inductor_configs=options)
         part.replace(path)
     except Exception as error:  # of any kind, from inductor or the C++ compiler

@@ -391,8 +391,8 @@ class _OnCpu:
 
     def __init__(self, model: _Model, n_steps: int, forced: bool) -> None:
         self._model, self._forced = model, forced
-        self._remaining = n_steps
-        self._times: list[float] = []
+        self._remaining, self._done = n_steps, 0
+        self._begin = self._each = 0.0  # of the measured steps, in seconds
         self._program: packages.Program | None = None
 
     def bound(self, tokens: Tensor, uniform: Tensor, state: State) -> Callable[[], None]:
@@ -405,6 +405,7 @@ class _OnCpu:
             if self._program is None and (self._forced or self._worthwhile()):
                 self._program = self._compiled(tokens, leaves, state)
             self._remaining -= 1
+            self._done += 1
             if self._program is None:
                 with donated():
                     _advance(m, tokens, uniform, state)
@@ -416,19 +417,17 @@ class _OnCpu:
         return advance
 
     def _worthwhile(self) -> bool:
-        """Return whether to look for a library now: once, after some measured steps."""
-        if len(self._times) <= WARM_UP + MEASURED:
-            self._times.append(perf_counter())
-        return len(self._times) == WARM_UP + MEASURED + 1 and self._left() >= WORTH_LOADING
-
-    def _left(self) -> float:
-        """Return the seconds that the remaining steps take in Python."""
-        return (self._times[-1] - self._times[WARM_UP]) / MEASURED * self._remaining
+        """Return whether to look for a library now: once, after the measured steps."""
+        if self._done == WARM_UP:
+            self._begin = perf_counter()
+        if self._done != WARM_UP + MEASURED:
+            return False
+        self._each = (perf_counter() - self._begin) / MEASURED
+        return self._each * self._remaining >= WORTH_LOADING
 
     def _compiled(self, tokens: Tensor, leaves: list[Tensor], state: State) -> packages.Program | None:
         step = packages.Step(self._model.backbone, self._model.embed, self._model.head, state)
-        may_compile = self._forced or self._left() >= WORTH_COMPILING
-        self._times.append(0.0)  # asked once
+        may_compile = self._forced or self._each * self._remaining >= WORTH_COMPILING
         try:
             if may_compile and not self._forced:
                 check_inductor("compile", tokens.device)

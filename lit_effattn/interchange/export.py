@@ -9,11 +9,9 @@ from __future__ import annotations
 
 import gc
 import json
-import logging
 import math
 import re
 import time
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib.util import find_spec
@@ -38,6 +36,7 @@ from lit_effattn.interchange import onnx_operators
 from lit_effattn.interchange.steps import SpeechStep, Step, TokenStep, with_tensors
 from lit_effattn.ops.runtime.differences import largest, largest_difference
 from lit_effattn.ops.runtime.operators import kept
+from lit_effattn.ops.runtime.quiet import quiet
 from lit_effattn.sequence import State, donated, map_tensors, tensors
 from lit_effattn.tasks import LanguageModel, PixelModel, SpeechRecognizer
 from lit_effattn.tasks.base import Task
@@ -445,17 +444,12 @@ def _conversion(step: Step, format: str) -> Iterator[None]:
     Raises:
         ValueError: If the format can't express the step, with the kinds of its modules.
     """
-    disabled = logging.root.manager.disable
-    logging.disable(logging.WARNING)
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
+        with quiet():
             yield
         return
     except Exception as error:  # torch.export and the converters raise errors of many types
         reason = _reason(error)
-    finally:
-        logging.disable(disabled)
     # Outside of the handler: an error's traceback would keep the tracer, and the classes that `export` collects.
     kinds = ", ".join(dict.fromkeys([type(step.entry).__name__, *_kinds(step.backbone)]))
     raise ValueError(f"a step of {kinds} can't be exported with format={format}: {reason}")

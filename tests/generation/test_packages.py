@@ -204,7 +204,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
         return times[0]
 
     monkeypatch.setattr(sampling, "perf_counter", now)
-    return lambda seconds: times.__setitem__(1, seconds)
+    return lambda seconds: times.__setitem__(1, seconds * sampling.MEASURED)  # asked before and after the measured ones
 
 
 MEASURED = sampling.WARM_UP + sampling.MEASURED
@@ -234,6 +234,20 @@ def test_compiled_if_what_remains_takes_long(
     assert torch.equal(generate(*made, prompt, n), expected)
     assert len(interpreted) - before == compiled
     assert len(calls) == (1 + n - MEASURED if used else 0)  # once to compare
+
+
+def test_a_state_that_no_longer_fits_is_compiled_for_again(interpreted: list[Path], clock):
+    """If it was worth it before."""
+    made, tokens = around(stack()), torch.zeros(2, 1, dtype=torch.long)
+    stepper = sampling._OnCpu(sampling._Model(*made, 1.0, None, None), 10**6, forced=False)
+    clock(1.0)
+    uniform = torch.rand(2, dtype=torch.double)
+    for rows in (2, 3):
+        state = sampling._apart(made[0].initial_state(rows, max_len=64))
+        advance = stepper.bound(tokens[:1].repeat(rows, 1), uniform[:1].repeat(rows), state)
+        for _ in range(MEASURED + 1):
+            advance()
+    assert len(interpreted) == 2
 
 
 def test_few_tokens_are_not_timed(interpreted: list[Path], clock):

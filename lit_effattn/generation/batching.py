@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from lit_effattn.checks import at_least
+from lit_effattn.generation.compiled import Steps
 from lit_effattn.generation.prefixes import PrefixCache, Tokens, stops
 from lit_effattn.generation.sampling import AS_TRAINED, Sampling, SamplingOptions, _random_stream, check_causal, draw
 from lit_effattn.nn.heads import Head
@@ -54,7 +55,8 @@ def generate_each(
         n: Number of samples of each prompt.
         batch_size: Largest number of rows.
         cache: Holds the states after shared prefixes, also for later calls. Default: a new one.
-        sampling: Options of sampling. `compile` is not supported.
+        sampling: Options of sampling. With `compile`, steps of the first number of rows are compiled; those of the
+            fewer rows at the end only if that saves time.
         progress: Wraps the iterable of samples.
         options: Fields of `Sampling` that replace those of `sampling`.
 
@@ -66,7 +68,7 @@ def generate_each(
     """
     sampling = replace(sampling, **options)
     limits = [n_tokens] * len(prompts) if isinstance(n_tokens, int) else [*n_tokens]
-    _check(backbone, prompts, limits, sampling)
+    _check(backbone, prompts, limits)
     at_least(1, n=n, batch_size=batch_size)
     if not prompts:
         return []
@@ -77,10 +79,10 @@ def generate_each(
     drawn = torch.empty(len(prompts), n, longest, dtype=torch.long, device=device)
     how: dict[str, Any] = {name: getattr(sampling, name) for name in ("temperature", "top_k", "top_p")}
 
-    def next_tokens(y: Tensor, rows: list[list[int]]) -> Tensor:
-        """Draw the next token of each row, (B,), given the outputs (B, d_model) at the last ones."""
+    def next_tokens(log_probs: Tensor, rows: list[list[int]]) -> Tensor:
+        """Draw the next token of each row, (B,), from log_probs (B, L)."""
         prompt, j, t = torch.tensor(rows, device=device).T
-        result = draw(head.log_probs(y), uniform[prompt, j, t], **how)
+        result = draw(log_probs, uniform[prompt, j, t], **how)
         drawn[prompt, j, t] = result
         for row in rows:
             row[2] += 1
@@ -91,13 +93,14 @@ def generate_each(
     rows: list[list[int]] = []  # prompt, number of the sample, tokens drawn so far
     state: State = None
     tokens = drawn.new_empty(0)  # (B,), the last ones
+    compiles, steps = sampling.compile, None  # of this number of rows
     while waiting or rows:
         ended = [i for i, (prompt, _, t) in enumerate(rows) if t == limits[prompt]]
         if waiting and (ended or not rows):
             new = [waiting.popleft() for _ in range(min(len(waiting), len(ended) if rows else batch_size))]
             y, entering, order = reader.read([prompt for prompt, _ in new])
             entered = [[*new[i], 0] for i in order]
-            first = next_tokens(y, entered)
+            first = next_tokens(head.log_probs(y), entered)
             if rows:
                 places = torch.tensor(ended[: len(new)], device=device)
                 for old, t in zip(tensors((state, tokens)), tensors((entering, first)), strict=True):
@@ -112,18 +115,20 @@ def generate_each(
             rows = [row for i, row in enumerate(rows) if i not in ended]
             places = torch.tensor([i for i in range(len(tokens)) if i not in ended], dtype=torch.long, device=device)
             state, tokens = select((state, tokens), places)
+            compiles, steps = None if compiles else compiles, None
         else:
-            with donated():
-                y, state = backbone(embed(tokens[:, None]), state)
-            tokens = next_tokens(y[:, -1], rows)
+            if steps is None:
+                left = sum(limits[prompt] for prompt, _ in waiting) // len(rows)
+                left += min(limits[prompt] - t for prompt, _, t in rows)
+                steps = Steps(backbone, embed, head, device=device, n=left, compile=compiles)
+            log_probs, state = steps(tokens[:, None], state)
+            tokens = next_tokens(log_probs[:, -1], rows)
     next(count, None)
     return [of_prompt[:, :limit] for of_prompt, limit in zip(drawn, limits, strict=True)]
 
 
-def _check(backbone: SequenceModule, prompts: Sequence[Tensor], limits: Sequence[int], sampling: Sampling) -> None:
+def _check(backbone: SequenceModule, prompts: Sequence[Tensor], limits: Sequence[int]) -> None:
     check_causal(backbone)
-    if sampling.compile:
-        raise ValueError("compile=True does not support several prompts, whose batches have other sizes; leave it out")
     if len(limits) != len(prompts):
         raise ValueError(f"n_tokens has {len(limits)} numbers for {len(prompts)} prompts; give one, or one for each")
     for prompt, limit in zip(prompts, limits, strict=True):

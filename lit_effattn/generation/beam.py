@@ -10,9 +10,10 @@ import torch
 from torch import Tensor
 
 from lit_effattn.checks import at_least
+from lit_effattn.generation.compiled import Steps
 from lit_effattn.generation.sampling import check_causal, first_state
 from lit_effattn.nn.heads import Head
-from lit_effattn.sequence import SequenceModule, State, donated, reads_values, reorder, select
+from lit_effattn.sequence import SequenceModule, State, reads_values, reorder, select
 
 LENGTH_PENALTY = 0.6
 """The default α (Vaswani et al. 2017, section 6.1)."""
@@ -77,6 +78,7 @@ def beam_search(
     length_norm: LengthNorm = "gnmt",
     n_best: int = 1,
     state: State | None = None,
+    compile: bool | None = None,
     progress: Callable[[Iterable[int]], Iterable[int]] = iter,
 ) -> Hypotheses:
     """Search for the continuations Y of `prompt` X with the highest score.
@@ -115,13 +117,15 @@ def beam_search(
         n_best: Number of continuations to return, at most `beam`.
         state: The state of B rows before the prompt, such as a decoder's with a source; it is not changed. A state made
             with `max_len` is grown if it has too little room. None: no earlier positions.
+        compile: Whether the steps are compiled: see `generate`. None: on the CPU, if that saves time.
         progress: Wraps the iterable of steps (rich's or tqdm's `track`). The search may end before the last step.
 
     Returns:
         The continuations, without the prompt.
 
     Raises:
-        ValueError: If the backbone is not causal, or an argument is out of range.
+        ValueError: If the backbone is not causal, an argument is out of range, or the step can't be compiled with this
+            state.
     """
     check_beam(beam, n_best, length_penalty, length_norm)
     limits = torch.as_tensor(max_len, device=prompt.device).expand(len(prompt))  # (B,)
@@ -135,6 +139,7 @@ def beam_search(
     state = select(state, rows)  # a copy, which can be donated
     log_probs = head.log_probs(y[:, -1])[rows]  # (B, V) -> (B·k, V)
     padding = 0 if end is None else end
+    steps = Steps(backbone, embed, head, device=prompt.device, n=longest - 1, compile=compile)
     live, finished = _begin(len(prompt), beam, longest, padding, prompt.device)
     for step in progress(range(longest)):
         candidates = log_probs.view(len(prompt), beam, -1)
@@ -144,9 +149,7 @@ def beam_search(
             break
         if beam > 1:
             state = reorder(state, (beam * first[:, None] + source).flatten())
-        with donated():
-            y, state = backbone(embed(live.tokens[:, :, step].reshape(-1, 1)), state)
-        log_probs = head.log_probs(y[:, -1])  # (B·k, V)
+        log_probs, state = steps(live.tokens[:, :, step].reshape(-1, 1), state)  # (B·k, 1, V)
     tokens, lengths, scores, log_probs = (t[:, :n_best] for t in finished)
     return Hypotheses(tokens.masked_fill((lengths == 0)[..., None], padding), lengths, scores, log_probs)
 

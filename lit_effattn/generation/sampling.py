@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import cache
-from time import perf_counter
 from typing import TYPE_CHECKING, NamedTuple, TypedDict
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lit_effattn.attention.base import Attention
 from lit_effattn.checks import at_least
-from lit_effattn.generation import packages
+from lit_effattn.generation.compiled import Steps, refusal
 from lit_effattn.nn.heads import Head
 from lit_effattn.ops.runtime.check_inductor import check_inductor
-from lit_effattn.sequence import SequenceModule, State, donated, map_tensors, reorder, tensors
+from lit_effattn.sequence import SequenceModule, State, donated, reorder, tensors
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -159,7 +156,8 @@ def generate(
     On the CPU the program is a library of machine code, 2 to 10 times as fast for few rows. Compiling takes about 20 s
     for each architecture and number of rows, and is done once: see `generation.packages`. None decides after some
     steps: a library that is there is used if the remaining steps take more than 15 s, and one is compiled if they take
-    more than two minutes. On CUDA, compiling takes up to a minute in each process, and None is False.
+    more than two minutes; if it turns out slower than Python, it is left. On CUDA, compiling takes up to a minute in
+    each process, and None is False.
 
     Args:
         backbone: Causal; see `SequenceModule`.
@@ -197,7 +195,7 @@ def generate(
     if keep is not None:
         at_least(1, n_tokens=n_tokens)
     on_cpu = _on_cpu(prompt.device)
-    if sampling.compile and (on_cpu or BACKEND == "inductor"):
+    if sampling.compile and not on_cpu and BACKEND == "inductor":
         check_inductor("compile=True", prompt.device)
     rows = len(prompt)
     streams = [_random_stream(sampling.seed, i, earlier + n_tokens)[earlier:] for i in range(rows)]
@@ -273,9 +271,11 @@ def first_state(backbone: SequenceModule, state: State | None, rows: int, more: 
 def _step(model: _Model, tokens: Tensor, uniform: Tensor, state: State) -> tuple[Tensor, State]:
     """Read `tokens` (B, N) and draw the next (B,)."""
     y, state = model.backbone(model.embed(tokens), state)
-    log_probs = model.head.log_probs(y[:, -1])
-    drawn = draw(log_probs, uniform, temperature=model.temperature, top_k=model.top_k, top_p=model.top_p)
-    return drawn, state
+    return _drawn(model, model.head.log_probs(y[:, -1]), uniform), state
+
+
+def _drawn(model: _Model, log_probs: Tensor, uniform: Tensor) -> Tensor:
+    return draw(log_probs, uniform, temperature=model.temperature, top_k=model.top_k, top_p=model.top_p)
 
 
 # ----------------------------------------------------------------------------------------------------------- compiled
@@ -288,12 +288,6 @@ LEAST_ROOM = 256
 
 LEAST_STEPS = 256
 """Number of tokens from which on `compile=None` measures whether compiled steps save time."""
-
-WARM_UP, MEASURED = 4, 16
-"""Numbers of steps before the measurement, and of its steps."""
-
-WORTH_LOADING, WORTH_COMPILING = 15.0, 120.0
-"""Seconds that the remaining steps would take, from which on a library is looked for, and compiled."""
 
 _MOST_PROGRAMS = 128
 """Limit of compiled programs, over all models, numbers of rows and sizes of state. Torch's default of 8 is too low."""
@@ -315,6 +309,8 @@ def _compiled_steps(
     on_cpu = _on_cpu(prompt.device)
     position = 0 if state is None else int(state.length.max())
     total = position + n + len(uniform)
+    if on_cpu:
+        steps = Steps(*model[:3], device=prompt.device, n=len(uniform), compile=True if forced else None)
 
     def room_of(positions: int) -> int:
         is_final = on_cpu and model.backbone.bounded_by is None
@@ -336,7 +332,6 @@ def _compiled_steps(
             yield from _following(model, prompt, uniform, state)
             return
     room, tokens, current = 0, prompt.clone(), torch.empty_like(uniform[:1]).view(-1)
-    compiling = _OnCpu(model, len(uniform), forced)
     for u in uniform:
         if position == room or not room:
             room = room_of(position + 1)
@@ -344,13 +339,14 @@ def _compiled_steps(
                 state = model.backbone.initial_state(rows, max_len=room)
             else:
                 state = model.backbone.grow(state, room)
-            if on_cpu:
-                state = _apart(state)
-                advance = compiling.bound(tokens, current, state)
-            else:
+            if not on_cpu:
                 advance = _Advance(model, tokens, current, state)
-        current.copy_(u)
-        advance()
+        if on_cpu:
+            log_probs, state = steps(tokens, state)
+            tokens = _drawn(model, log_probs[:, -1], u)[:, None]
+        else:
+            current.copy_(u)
+            advance()
         yield tokens[:, 0], state
         position += 1
 
@@ -365,86 +361,6 @@ def room_for(positions: int, total: int, *, few: bool) -> int:
     """
     size: int = 2 ** (positions - 1).bit_length() if few else -(-positions * 5 // 256) * 64  # a quarter more
     return min(max(LEAST_ROOM, size), -(-total // 64) * 64)
-
-
-def _apart(state: State) -> State:
-    """Return `state` with contiguous tensors of which no two share memory: a library takes both for granted."""
-    seen: set[int] = set()
-
-    def own(t: Tensor) -> Tensor:
-        shared = t.untyped_storage().data_ptr() in seen and t.numel() > 0
-        t = t.clone(memory_format=torch.contiguous_format) if shared or not t.is_contiguous() else t
-        seen.add(t.untyped_storage().data_ptr())
-        return t
-
-    return map_tensors(own, state)
-
-
-class _OnCpu:
-    """Steps on the CPU: compiled, or in Python until it is worth to compile them.
-
-    Args:
-        model: The model.
-        n_steps: The number of steps.
-        forced: Whether to compile in any case.
-    """
-
-    def __init__(self, model: _Model, n_steps: int, forced: bool) -> None:
-        self._model, self._forced = model, forced
-        self._remaining, self._done = n_steps, 0
-        self._begin = self._each = 0.0  # of the measured steps, in seconds
-        self._program: packages.Program | None = None
-
-    def bound(self, tokens: Tensor, uniform: Tensor, state: State) -> Callable[[], None]:
-        """Return what overwrites `tokens` (B, 1) with the next tokens and `state` with the next state."""
-        m, leaves = self._model, list(tensors(state))
-        if self._program is not None and not self._program.fits(leaves):
-            self._program = self._compiled(tokens, leaves, state)
-
-        def advance() -> None:
-            if self._program is None and (self._forced or self._worthwhile()):
-                self._program = self._compiled(tokens, leaves, state)
-            self._remaining -= 1
-            self._done += 1
-            if self._program is None:
-                with donated():
-                    _advance(m, tokens, uniform, state)
-                return
-            log_probs = self._program(tokens, leaves)
-            drawn = draw(log_probs, uniform, temperature=m.temperature, top_k=m.top_k, top_p=m.top_p)
-            tokens.copy_(drawn[:, None])
-
-        return advance
-
-    def _worthwhile(self) -> bool:
-        """Return whether to look for a library now: once, after the measured steps."""
-        if self._done == WARM_UP:
-            self._begin = perf_counter()
-        if self._done != WARM_UP + MEASURED:
-            return False
-        self._each = (perf_counter() - self._begin) / MEASURED
-        return self._each * self._remaining >= WORTH_LOADING
-
-    def _compiled(self, tokens: Tensor, leaves: list[Tensor], state: State) -> packages.Program | None:
-        step = packages.Step(self._model.backbone, self._model.embed, self._model.head, state)
-        may_compile = self._forced or self._each * self._remaining >= WORTH_COMPILING
-        try:
-            if may_compile and not self._forced:
-                check_inductor("compile", tokens.device)
-            return packages.program(step, tokens, leaves, may_compile=may_compile)
-        except (packages.CompilationError, ValueError) as error:
-            if self._forced:
-                raise _refusal(self._model.backbone, error) from error
-            warnings.warn(f"Generation goes on without compiled steps, which are faster: {error}", stacklevel=2)
-            return None
-
-
-def _refusal(backbone: SequenceModule, error: Exception) -> ValueError:
-    kinds = ", ".join(sorted({type(m).__name__ for m in backbone.modules() if isinstance(m, Attention)}))
-    return ValueError(
-        f"compile=True: a step of {type(backbone).__name__} ({kinds}) can't be compiled; leave compile out. "
-        f"{type(error).__name__}: {error}"
-    )
 
 
 class _Advance:
@@ -470,7 +386,7 @@ class _Advance:
             with torch._dynamo.config.patch(recompile_limit=_MOST_PROGRAMS):
                 self._replay = _recorded(self._run, tokens.device) if _on_cuda(tokens.device) else self._run_once()
         except (TorchDynamoException, FailOnRecompileLimitHit) as error:
-            raise _refusal(model.backbone, error) from error
+            raise refusal(model.backbone, error) from error
 
     def _run(self) -> None:
         with donated():

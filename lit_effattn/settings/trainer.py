@@ -93,9 +93,9 @@ class Trainer(pl.Trainer):
             prompt_file: Text: a file with its beginning.
             n_tokens: Text: tokens to draw. Default: 500. Images: dimensions to draw. Default: those that are left.
             beam: Text and targets: search for the likeliest ones with this many hypotheses; `n` of them are written.
-                The search draws nothing, so `temperature`, `top_k`, `top_p`, `seed` and `compile` do not go with it. 1
-                is greedy. A text ends at `n_tokens`; of words, at a line end before. Targets are always searched for;
-                the default is then the model's.
+                The search draws nothing, so `temperature`, `top_k`, `top_p` and `seed` do not go with it. 1 is greedy.
+                A text ends at `n_tokens`; of words, at a line end before. Targets are always searched for; the default
+                is then the model's.
             length_penalty: Targets, and text with `beam`: they are ranked by log p / ((5 + tokens) / 6) **
                 length_penalty. 0 ranks by log p, more prefers longer ones. Default: 0.6, or the model's.
             length_norm: gnmt: as `length_penalty` says. average: by log p / tokens ** length_penalty, as fairseq and
@@ -123,7 +123,8 @@ class Trainer(pl.Trainer):
         drawing: dict[str, Any] = {name: value for name, value in how.items() if value is not None}
         sampling = Sampling(**drawing)
         proposing: dict[str, Any] = {} if draft is None else {"draft": draft}
-        _check_search(beam, length_penalty, length_norm, n, drawing | proposing, always=source is not None)
+        not_searching = {name: value for name, value in drawing.items() if name != "compile"} | proposing
+        _check_search(beam, length_penalty, length_norm, n, not_searching, always=source is not None)
         _check_unused(output)
         if not callable(getattr(model, "write_samples", None)):
             name = type(model).__name__

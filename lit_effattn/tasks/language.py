@@ -516,6 +516,7 @@ class LanguageModel(Task):
         length_penalty: float = LENGTH_PENALTY,
         length_norm: LengthNorm = "gnmt",
         n_best: int = 1,
+        compile: bool | None = None,
         progress: Callable[[Iterable[int]], Iterable[int]] = iter,
     ) -> Hypotheses:
         """Search for the likeliest continuations of each row of `prompt` (B, P): see `beam.beam_search`."""
@@ -532,6 +533,7 @@ class LanguageModel(Task):
                 length_penalty=length_penalty,
                 length_norm=length_norm,
                 n_best=n_best,
+                compile=compile,
                 progress=progress,
             )
 
@@ -580,7 +582,7 @@ class LanguageModel(Task):
             prompt: Beginning of the text.
             prompt_file: A file with the beginning of the text, in place of `prompt`.
             n_tokens: Number of tokens to draw.
-            beam: Search with this many hypotheses instead of drawing. `sampling` is then not used.
+            beam: Search with this many hypotheses instead of drawing. Of `sampling`, only `compile` is then used.
             length_penalty: See `beam.beam_search`.
             length_norm: See `beam.beam_search`.
             state: Go on from this file: the texts continue those that `save_state` ended. `prompt` comes between.
@@ -658,6 +660,7 @@ class LanguageModel(Task):
                 length_penalty=length_penalty,
                 length_norm=length_norm,
                 n_best=n or 1,
+                compile=sampling.compile,
                 progress=progress,
             )
             numbered = _with_scores(hypotheses, begin, tokenizer)

@@ -84,9 +84,8 @@ class Responses:
             if before := max(response.position for _, response in group):
                 _, state = backbone(embed(inputs[:, :before]), state, positions)
             prompt = inputs.gather(1, positions[:, None])  # (R, N) -> (R, 1)
-            hypotheses = beam_search(
-                backbone, embed, head, prompt, self.max_len, beam=self.beam, end=text.start, state=state
-            )
+            how: Any = {"beam": self.beam, "end": text.start, "compile": False}  # few steps for a number of rows
+            hypotheses = beam_search(backbone, embed, head, prompt, self.max_len, state=state, **how)
             best, lengths = hypotheses.tokens[:, 0].cpu(), hypotheses.lengths[:, 0].tolist()
             for (_, response), tokens, length in zip(group, best, lengths, strict=True):
                 written.append((response, text.decode(tokens[:length].numpy())))

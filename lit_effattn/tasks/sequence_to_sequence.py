@@ -288,6 +288,7 @@ class SequenceToSequence(Task):
             length_norm=self.length_norm if length_norm is None else length_norm,
             n_best=n_best,
             state=state,
+            compile=False,  # each source gives another shape
             progress=progress,
         )
 

@@ -25,7 +25,7 @@ def tiny(monkeypatch):
     monkeypatch.setattr(tokens, "READ", 3)
     monkeypatch.setattr(tokens, "ROOM", 16)
     monkeypatch.setattr(tokens, "KINDS", {"softmax": SoftmaxAttention, "LSTM": None})
-    monkeypatch.setattr("lit_effattn.generation.sampling.check_inductor", lambda asked, device: None)
+    monkeypatch.setattr("lit_effattn.generation.compiled.check_inductor", lambda asked, device: None)
     monkeypatch.setattr(packages, "program", lambda step, *_, may_compile: packages.Program(torch.no_grad()(step), []))
 
 

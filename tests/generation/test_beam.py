@@ -2,6 +2,7 @@ import math
 from collections.abc import Callable
 from functools import partial
 from itertools import product
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
@@ -521,3 +522,16 @@ def test_bad_arguments_are_named(options: dict, words: str):
     arguments = {**made._asdict(), "prompt": torch.zeros(2, 1, dtype=torch.long), "max_len": 2, "beam": 3}
     with pytest.raises(ValueError, match=words):
         beam_search(**{**arguments, **options})
+
+
+@pytest.mark.parametrize("name", ["softmax", "xl"])
+def test_compiled_steps_find_the_same(name: str, interpreted: list[Path]):
+    """In states that each step reorders."""
+    made, prompt = parts(name, vocabulary=5, seed=2), torch.tensor([[1, 3], [0, 4]])
+    how: dict[str, Any] = {"beam": 3, "end": END, "n_best": 2}
+    found = beam_search(*made, prompt, 8, compile=True, **how)
+    expected = beam_search(*made, prompt, 8, compile=False, **how)
+    assert torch.equal(found.tokens, expected.tokens)
+    assert torch.equal(found.lengths, expected.lengths)
+    torch.testing.assert_close(found.log_probs, expected.log_probs)
+    assert len(interpreted) == 1

@@ -1,4 +1,4 @@
-"""Compiled steps on the CPU: the same numbers, one library for a program, and when it is worth to make one."""
+"""Compiled steps on the CPU: the same numbers, and one library for a program."""
 
 from collections.abc import Callable
 from functools import partial
@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from lit_effattn import Transformer
 from lit_effattn.attention import LinearAttention, SoftmaxAttention, TransformerXLAttention
-from lit_effattn.generation import packages, sampling
+from lit_effattn.generation import packages
 from lit_effattn.generation.packages import CompilationError, Program, Step
 from lit_effattn.generation.sampling import generate
 from lit_effattn.nn.heads import CategoricalHead
@@ -38,40 +38,6 @@ def step_of(made: Made, rows: int = 2, max_len: int = 64) -> tuple[Step, Tensor,
     state = made[0].initial_state(rows, max_len=max_len)
     leaves = [t.clone() for t in tensors(state)]
     return Step(*made, state), torch.zeros(rows, 1, dtype=torch.long), leaves
-
-
-@pytest.fixture
-def interpreted(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[Path]:
-    """Traced programs run without inductor. Returns the files of those that were compiled."""
-    compiled: list[Path] = []
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    packages.cpp_build.private_folder.cache_clear()
-
-    def compile_(exported, path: Path) -> None:
-        torch.export.save(exported, path)
-        compiled.append(path)
-
-    class Package:
-        def __init__(self, path: str) -> None:
-            self._run = torch.export.load(path).module()
-            self._named = {**dict(self._run.named_parameters()), **dict(self._run.named_buffers())}
-
-        def get_constant_fqns(self) -> list[str]:
-            return list(self._named)
-
-        def load_constants(self, values, check_full_update, user_managed) -> None:
-            for name, t in values.items():
-                self._named[name].data = t
-
-        def __call__(self, tokens: Tensor, state: list[Tensor]) -> Tensor:
-            return self._run(tokens, state)
-
-    monkeypatch.setattr(packages, "_compile", compile_)
-    monkeypatch.setattr(packages, "_name_in_package", lambda name: name)
-    monkeypatch.setattr(torch._inductor, "aoti_load_package", Package)
-    monkeypatch.setattr(sampling, "LEAST_ROOM", 4)
-    yield compiled
-    packages.cpp_build.private_folder.cache_clear()
 
 
 @pytest.mark.parametrize("case", of_kinds(CAUSAL))
@@ -187,102 +153,3 @@ def test_a_step_that_reads_values_is_refused(interpreted: list[Path]):
     with pytest.raises(ValueError, match=r"a step of Transformer \(Looking\) can't be compiled; leave compile out"):
         generate(*made, prompt, 1, compile=True)
     assert not Transformer.__subclasses__()  # the tracer's, which have the same name
-
-
-# ------------------------------------------------------------------------------------------ when it is worth compiling
-
-
-@pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
-    """Set the seconds of a step."""
-    monkeypatch.setattr(sampling, "LEAST_STEPS", 40)
-    monkeypatch.setattr(sampling, "check_inductor", lambda asked, device: None)
-    times = [0.0, 0.0]
-
-    def now() -> float:
-        times[0] += times[1]
-        return times[0]
-
-    monkeypatch.setattr(sampling, "perf_counter", now)
-    return lambda seconds: times.__setitem__(1, seconds * sampling.MEASURED)  # asked before and after the measured ones
-
-
-MEASURED = sampling.WARM_UP + sampling.MEASURED
-
-
-@pytest.mark.parametrize(
-    ("seconds", "there", "compiled", "used"),
-    [
-        (14.9, True, 0, False),  # what remains is too short to look for a library
-        (15.1, True, 0, True),
-        (15.1, False, 0, False),
-        (119, False, 0, False),  # too short to make one
-        (121, False, 1, True),
-    ],
-)
-def test_compiled_if_what_remains_takes_long(
-    seconds: float, there: bool, compiled: int, used: bool, interpreted: list[Path], clock, monkeypatch
-):
-    made, prompt, n = around(stack()), torch.zeros(2, 1, dtype=torch.long), 60
-    expected = generate(*made, prompt, n, compile=False)
-    if there:
-        generate(*made, prompt, 1, compile=True)
-    before, calls = len(interpreted), []
-    call = Program.__call__
-    monkeypatch.setattr(Program, "__call__", lambda self, *args: calls.append(0) or call(self, *args))
-    clock(seconds / (n - MEASURED))
-    assert torch.equal(generate(*made, prompt, n), expected)
-    assert len(interpreted) - before == compiled
-    assert len(calls) == (1 + n - MEASURED if used else 0)  # once to compare
-
-
-def test_a_state_that_no_longer_fits_is_compiled_for_again(interpreted: list[Path], clock):
-    """If it was worth it before."""
-    made, tokens = around(stack()), torch.zeros(2, 1, dtype=torch.long)
-    stepper = sampling._OnCpu(sampling._Model(*made, 1.0, None, None), 10**6, forced=False)
-    clock(1.0)
-    uniform = torch.rand(2, dtype=torch.double)
-    for rows in (2, 3):
-        state = sampling._apart(made[0].initial_state(rows, max_len=64))
-        advance = stepper.bound(tokens[:1].repeat(rows, 1), uniform[:1].repeat(rows), state)
-        for _ in range(MEASURED + 1):
-            advance()
-    assert len(interpreted) == 2
-
-
-def test_few_tokens_are_not_timed(interpreted: list[Path], clock):
-    clock(1e9)
-    generate(*around(stack()), torch.zeros(2, 1, dtype=torch.long), 39)
-    assert not interpreted
-
-
-def test_without_a_compiler_it_goes_on_and_says_so(interpreted: list[Path], clock, monkeypatch: pytest.MonkeyPatch):
-    def missing(asked: str, device: torch.device) -> None:
-        raise ValueError("there is no compiler")
-
-    clock(1e9)
-    monkeypatch.setattr(sampling, "check_inductor", missing)
-    made, prompt = around(stack()), torch.zeros(2, 1, dtype=torch.long)
-    with pytest.warns(UserWarning, match=r"goes on without compiled steps.*there is no compiler") as warned:
-        drawn = generate(*made, prompt, 60)
-    assert len(warned) == 1
-    assert torch.equal(drawn, generate(*made, prompt, 60, compile=False))
-
-
-def test_a_state_that_grows_with_each_step_goes_on_in_python(interpreted: list[Path], clock):
-    clock(1e9)
-    made, prompt = around(stack(SoftmaxAttention)), torch.zeros(2, 1, dtype=torch.long)
-    state = made[0].initial_state(2)
-    assert torch.equal(generate(*made, prompt, 60, state=state), generate(*made, prompt, 60, compile=False))
-    assert not interpreted
-
-
-def test_tensors_that_share_memory_are_parted():
-    """Else a library, which overwrites each of them, would count twice."""
-    shared = torch.zeros(2, dtype=torch.long)
-    turned = torch.randn(2, 3).T
-    parted = sampling._apart((shared, (shared, turned), None))
-    assert parted[0] is shared
-    assert parted[1][0].data_ptr() != shared.data_ptr()
-    assert parted[1][1].is_contiguous()
-    assert torch.equal(parted[1][1], turned)

@@ -347,8 +347,8 @@ def uncompiled(monkeypatch: pytest.MonkeyPatch, least_room: int) -> None:
     def program(step, tokens, state, *, may_compile=True):
         return packages.Program(torch.no_grad()(step), [[None] * t.dim() for t in state])
 
-    monkeypatch.setattr(generation.packages, "program", program)
-    monkeypatch.setattr(generation, "check_inductor", lambda asked, device: None)
+    monkeypatch.setattr(packages, "program", program)
+    monkeypatch.setattr("lit_effattn.generation.compiled.check_inductor", lambda asked, device: None)
     monkeypatch.setattr(generation, "LEAST_ROOM", least_room)
     monkeypatch.setattr(generation, "room_for", lambda n, total, few: max(least_room, 2 ** math.ceil(math.log2(n))))
 

@@ -1,0 +1,167 @@
+"""Steps that a loop repeats: in Python, and on the CPU compiled once that saves time."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from time import perf_counter
+
+import torch
+from torch import Tensor
+
+from lit_effattn.attention.base import Attention
+from lit_effattn.generation import packages
+from lit_effattn.nn.heads import Head
+from lit_effattn.ops.runtime.check_inductor import check_inductor
+from lit_effattn.sequence import SequenceModule, State, donated, map_tensors, tensors
+
+WARM_UP, MEASURED = 4, 16
+"""Numbers of calls before the measurement, and of its calls."""
+
+WORTH_LOADING, WORTH_COMPILING = 15.0, 120.0
+"""Seconds that the remaining steps would take, from which on a library is looked for, and compiled."""
+
+SLOWER = 1.1
+"""Compiled ÷ Python's time, from which on a library is left: more than the measurement's error."""
+
+
+class Steps:
+    """Calls of one step, compiled on the CPU if that saves time: see `generate`.
+
+        log_probs, state = steps(inputs, state)
+
+    Args:
+        backbone: Causal.
+        embed: (B, N) tokens -> (B, N, d_input).
+        head: Maps the backbone's output to a distribution.
+        device: The inputs' device.
+        n: Number of positions that will be read.
+        compile: Whether the steps are compiled. None: on the CPU, if the measured steps say that it saves time.
+
+    Raises:
+        ValueError: If `compile` is True, and the machine does not support it.
+    """
+
+    def __init__(
+        self,
+        backbone: SequenceModule,
+        embed: Callable[[Tensor], Tensor],
+        head: Head,
+        *,
+        device: torch.device,
+        n: int,
+        compile: bool | None = None,
+    ) -> None:
+        if compile and device.type != "cpu":
+            raise ValueError(f"compile=True supports these steps on the CPU alone, not on {device}; leave it out")
+        if compile:
+            check_inductor("compile=True", device)
+        self._backbone, self._embed, self._head = backbone, embed, head
+        self._forced = bool(compile)
+        self._decides = compile is None and device.type == "cpu"
+        self._remaining = n
+        self._python, self._compiled = _Clock(WARM_UP), _Clock(1)
+        self._program: packages.Program | None = None
+        self._state: State = None  # of the program
+        self._tensors: list[Tensor] = []  # the state's
+
+    def __call__(self, inputs: Tensor, state: State) -> tuple[Tensor, State]:
+        """Read the next positions.
+
+        Args:
+            inputs: (B, N) tokens, or what `embed` takes.
+            state: The state before them. It is donated.
+
+        Returns:
+            (B, N, L), and the next state.
+
+        Raises:
+            ValueError: If `compile` is True, and the step can't be compiled.
+        """
+        if self._is_worthwhile() if self._program is None else state is not self._state:
+            state = self._bind(inputs[:, :1], state)
+        begin, n = perf_counter(), inputs.size(1)
+        if self._program is None:
+            with donated():
+                y, state = self._backbone(self._embed(inputs), state)
+                log_probs = self._head.log_probs(y)
+            self._python.add(perf_counter() - begin, n)
+        else:
+            each = [self._program(x.contiguous(), self._tensors) for x in inputs.split(1, 1)]
+            log_probs = torch.stack(each, 1)
+            self._compiled.add(perf_counter() - begin, n)
+            if self._decides and self._compiled.calls == MEASURED and self._compiled.each > SLOWER * self._python.each:
+                self._program, self._decides = None, False
+        self._remaining -= n
+        return log_probs, state
+
+    def _is_worthwhile(self) -> bool:
+        """Return whether to look for a library now: once, after the measured calls."""
+        measured = self._decides and self._python.calls == MEASURED
+        return self._forced or (measured and self._python.each * self._remaining >= WORTH_LOADING)
+
+    def _bind(self, inputs: Tensor, state: State) -> State:
+        """Return `state` in a form that the program can overwrite. Look for a program if there is none that fits."""
+        self._state = apart(state)
+        self._tensors = list(tensors(self._state))
+        if self._program is None or not self._program.fits(self._tensors):
+            self._program = self._library(inputs)
+        return self._state
+
+    def _library(self, inputs: Tensor) -> packages.Program | None:
+        step = packages.Step(self._backbone, self._embed, self._head, self._state)
+        may_compile = self._forced or self._python.each * self._remaining >= WORTH_COMPILING
+        try:
+            if may_compile and not self._forced:
+                check_inductor("compile", inputs.device)
+            return packages.program(step, inputs, self._tensors, may_compile=may_compile)
+        except (packages.CompilationError, ValueError) as error:
+            if self._forced:
+                raise refusal(self._backbone, error) from error
+            warnings.warn(f"Generation goes on without compiled steps, which are faster: {error}", stacklevel=3)
+            return None
+
+
+class _Clock:
+    """The mean time of a position, without the first calls.
+
+    Args:
+        skipped: Number of the first calls.
+    """
+
+    def __init__(self, skipped: int) -> None:
+        self.calls, self._seconds, self._positions = -skipped, 0.0, 0
+
+    def add(self, seconds: float, positions: int) -> None:
+        """Add a call."""
+        self.calls += 1
+        if self.calls > 0:
+            self._seconds += seconds
+            self._positions += positions
+
+    @property
+    def each(self) -> float:
+        """Seconds."""
+        return self._seconds / self._positions
+
+
+def apart(state: State) -> State:
+    """Return `state` with contiguous tensors of which no two share memory: a library takes both for granted."""
+    seen: set[int] = set()
+
+    def own(t: Tensor) -> Tensor:
+        shared = t.untyped_storage().data_ptr() in seen and t.numel() > 0
+        t = t.clone(memory_format=torch.contiguous_format) if shared or not t.is_contiguous() else t
+        seen.add(t.untyped_storage().data_ptr())
+        return t
+
+    return map_tensors(own, state)
+
+
+def refusal(backbone: SequenceModule, error: Exception) -> ValueError:
+    """Return the error of a step that can't be compiled."""
+    kinds = ", ".join(sorted({type(m).__name__ for m in backbone.modules() if isinstance(m, Attention)}))
+    return ValueError(
+        f"compile=True: a step of {type(backbone).__name__} ({kinds}) can't be compiled; leave compile out. "
+        f"{type(error).__name__}: {error}"
+    )

@@ -81,7 +81,9 @@ def model(kind: str, size: Size) -> LanguageModel:
     n_layers, n_heads, d_model = size
     attention = KINDS[kind]
     backbone = (
-        LSTM(d_model, n_layers) if attention is None else Transformer(d_model, n_heads, n_layers, attention=attention)
+        LSTM(d_model, n_layers)
+        if attention is None
+        else Transformer(d_model, n_heads, n_layers, attention=attention, positions="auto")
     )
     return LanguageModel(backbone, VOCABULARY).eval()
 

@@ -17,6 +17,7 @@ from pathlib import Path
 
 import torch
 from torch import Tensor, nn
+from torch.export.graph_signature import InputKind, InputSpec, TensorArgument
 
 from lit_effattn.nn.heads import Head
 from lit_effattn.ops.runtime import cpp_build
@@ -160,7 +161,77 @@ def _traced(step: Step, tokens: Tensor, state: list[Tensor]) -> torch.export.Exp
     gc.collect()  # see `interchange.export`: else configurations can't name the modules' classes by their short names
     if exported is None:
         raise CompilationError(reason)
+    _keep_tables(exported)
     return exported
+
+
+def _keep_tables(exported: torch.export.ExportedProgram) -> None:
+    """Replace sines and powers that depend on no input and no weight by constants, which are loaded with the weights.
+
+    Else each step computes them again, in each layer: two thirds of a step with Transformer-XL's positions.
+    """
+    graph, signature = exported.graph, exported.graph_signature
+    inputs = [node for node in graph.nodes if node.op == "placeholder" and node.name in signature.user_inputs]
+    values: dict[torch.fx.Node, Tensor] = {}
+    waves: dict[torch.fx.Node, Tensor] = {}  # those that a sine or a power goes into
+    changed = _overwritten(graph)
+    for node in graph.nodes:
+        operation, before = node.target, node.all_input_nodes
+        fixed = isinstance(operation, torch._ops.OpOverload) and all(n in values for n in before)
+        if fixed and node not in changed and isinstance(node.meta.get("val"), Tensor) and not _is_random(operation):
+            args, kwargs = torch.fx.map_arg((node.args, node.kwargs), values.__getitem__)
+            values[node] = operation(*args, **kwargs)
+            if operation in _WAVES or any(n in waves for n in before):
+                waves[node] = values[node]
+
+    tables: dict[torch.fx.Node, Tensor] = {}
+    for node, value in waves.items():
+        if all(user in values or user.target is _ASSERTION for user in node.users):
+            continue
+        table = next((n for n, t in tables.items() if t.dtype == value.dtype and torch.equal(t, value)), None)
+        if table is None:
+            name = f"table_{len(tables)}"
+            with graph.inserting_before(inputs[0]):
+                table = graph.placeholder(name)
+            table.meta = {**node.meta, "val": node.meta["val"].clone()}
+            argument = TensorArgument(name)
+            place = len(signature.input_specs) - len(inputs)
+            signature.input_specs.insert(place, InputSpec(InputKind.BUFFER, argument, name, persistent=False))
+            tables[table] = exported.constants[name] = value.clone()
+        node.replace_all_uses_with(table)
+    for node in reversed(graph.nodes):  # an assertion would keep what it asserts
+        if node.target is _ASSERTION and node.all_input_nodes[0] in values:
+            graph.erase_node(node)
+    graph.eliminate_dead_code()
+
+
+_WAVES = {torch.ops.aten.sin.default, torch.ops.aten.cos.default, torch.ops.aten.pow.Scalar}
+_ASSERTION = torch.ops.aten._assert_tensor_metadata.default
+
+
+def _is_random(operation: torch._ops.OpOverload) -> bool:
+    return torch.Tag.nondeterministic_seeded in operation.tags
+
+
+def _may_be_view(operation: torch._ops.OpOverload) -> bool:
+    return operation is torch.ops.aten.dropout.default or any(r.alias_info for r in operation._schema.returns)
+
+
+def _overwritten(graph: torch.fx.Graph) -> set[torch.fx.Node]:
+    """Return the nodes whose memory an operation may overwrite."""
+    stack = [
+        node.args[0]
+        for node in graph.nodes
+        if isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
+    ]
+    overwritten: set[torch.fx.Node] = set()
+    while stack:
+        node = stack.pop()
+        if isinstance(node, torch.fx.Node) and node not in overwritten:
+            overwritten.add(node)
+            if not isinstance(node.target, torch._ops.OpOverload) or _may_be_view(node.target):
+                stack += node.all_input_nodes
+    return overwritten
 
 
 def _key(exported: torch.export.ExportedProgram) -> str:

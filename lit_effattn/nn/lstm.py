@@ -153,6 +153,8 @@ class _Layer(nn.Module):
         The fused recurrence returns c after the last position only, so padding must not change c. An additional input
         is 1 at padding; it closes the input gate and opens the forget gate.
         """
+        if x.size(1) == 1:
+            return self._step(x, h, c, lengths)
         w = self.weight_ih.to(x.dtype)
         if lengths is not None:
             padding = ~valid_positions(lengths, x.size(1))
@@ -167,3 +169,12 @@ class _Layer(nn.Module):
             return y, after[0], c[0]
         last = y.gather(1, (lengths - 1).clamp(min=0)[:, None, None].expand(-1, 1, h.size(1)))[:, 0]  # (B, hidden)
         return y, torch.where(lengths[:, None] > 0, last, h), c[0]
+
+    def _step(self, x: Tensor, h: Tensor, c: Tensor, lengths: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+        """Read one position, without the overhead of the fused recurrence."""
+        weights = (w.to(x.dtype) for w in (self.weight_ih, self.weight_hh, self.bias))
+        new_h, new_c = torch.lstm_cell(x[:, 0], (h, c), *weights)
+        if lengths is not None:
+            valid = lengths[:, None] > 0
+            new_h, new_c = torch.where(valid, new_h, h), torch.where(valid, new_c, c)
+        return new_h[:, None], new_h, new_c

@@ -29,9 +29,9 @@ def around(backbone: SequenceModule, dtype: torch.dtype = torch.double) -> Made:
     return backbone, embed.to(dtype), head.to(dtype)
 
 
-def stack(attention=LinearAttention, **options) -> SequenceModule:
+def stack(attention=LinearAttention, n_layers: int = 1, **options) -> SequenceModule:
     torch.manual_seed(1)
-    return Transformer(8, 2, 1, attention=attention, init="pytorch", **options).double().eval()
+    return Transformer(8, 2, n_layers, attention=attention, init="pytorch", **options).double().eval()
 
 
 def step_of(made: Made, rows: int = 2, max_len: int = 64) -> tuple[Step, Tensor, list[Tensor]]:
@@ -91,6 +91,33 @@ def test_a_memory_of_a_fixed_size_has_it_at_once(interpreted: list[Path]):
     prompt = torch.zeros(2, 1, dtype=torch.long)
     assert torch.equal(generate(*made, prompt, 90, compile=True), generate(*made, prompt, 90, compile=False))
     assert len(interpreted) == 1
+
+
+def test_positions_are_computed_once():
+    """A table of sines is loaded with the weights, one for all layers, and no step computes them again."""
+    step, tokens, state = step_of(around(stack(partial(TransformerXLAttention, mem_len=5), n_layers=2, positions=None)))
+    exported = packages._traced(step, tokens, state)
+    operations = {node.target for node in exported.graph.nodes}
+    assert not operations & {torch.ops.aten.sin.default, torch.ops.aten.cos.default, torch.ops.aten.pow.Scalar}
+    (table,) = (t for name, t in exported.constants.items() if name.startswith("table_"))
+    distance = torch.arange(5, -1, -1, dtype=torch.double)[:, None]
+    angles = distance / 10000 ** (torch.arange(0, 8, 2, dtype=torch.double) / 8)
+    assert torch.allclose(table, torch.cat([angles.sin(), angles.cos()], 1), atol=1e-14)
+
+
+def test_what_a_step_overwrites_is_computed_in_each():
+    class Adding(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            waves = torch.arange(4.0).sin()
+            waves.view(2, 2).add_(x)
+            return waves * 2 + torch.arange(4.0).cos()
+
+    exported = torch.export.export(Adding(), (torch.ones(2, 2),), strict=False)
+    packages._keep_tables(exported)
+    assert torch.equal(exported.constants["table_0"], torch.arange(4.0).cos())
+    module = exported.module()
+    for x in (torch.ones(2, 2), torch.zeros(2, 2)):
+        assert torch.equal(module(x), Adding()(x))
 
 
 def test_a_program_says_which_states_it_takes(interpreted: list[Path]):

@@ -33,7 +33,8 @@ def transcribe(args: list[str]) -> None:
             be read.
     """
     given = parsers.transcribe().parse_args(args)
-    at_least(1, block_ms=given.block_ms)
+    block_ms = given.block_ms if given.block_ms is not None else 100 if given.input == "-" else 1000
+    at_least(1, block_ms=block_ms)
     if given.save_state is not None:
         check_replaceable(Path(given.save_state))
     decoder = None if given.beam_size is None else BeamDecoder(given.beam_size)
@@ -50,7 +51,7 @@ def transcribe(args: list[str]) -> None:
         load_stream(stream, regular(Path(given.state)))
     if given.save_state is not None:
         save_stream(stream, Path(given.save_state))  # an error now, not after an hour
-    blocks = _sound(given.input, banks.sample_rate, given.block_ms)
+    blocks = _sound(given.input, banks.sample_rate, block_ms)
     for samples, last in _with_last(blocks) if given.save_state is None else ((block, False) for block in blocks):
         for phone in stream(samples, last=last):
             if given.times:

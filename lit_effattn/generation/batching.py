@@ -122,7 +122,7 @@ def generate_each(
                 left += min(limits[prompt] - t for prompt, _, t in rows)
                 steps = Steps(backbone, embed, head, device=device, n=left, compile=compiles)
             log_probs, state = steps(tokens[:, None], state)
-            tokens = next_tokens(log_probs[:, -1], rows)
+            tokens = next_tokens(log_probs, rows)
     next(count, None)
     return [of_prompt[:, :limit] for of_prompt, limit in zip(drawn, limits, strict=True)]
 

@@ -149,7 +149,7 @@ def beam_search(
             break
         if beam > 1:
             state = reorder(state, (beam * first[:, None] + source).flatten())
-        log_probs, state = steps(live.tokens[:, :, step].reshape(-1, 1), state)  # (B·k, 1, V)
+        log_probs, state = steps(live.tokens[:, :, step].reshape(-1, 1), state)  # (B·k, V)
     tokens, lengths, scores, log_probs = (t[:, :n_best] for t in finished)
     return Hypotheses(tokens.masked_fill((lengths == 0)[..., None], padding), lengths, scores, log_probs)
 

@@ -28,14 +28,14 @@ SLOWER = 1.1
 class Steps:
     """Calls of one step, compiled on the CPU if that saves time: see `generate`.
 
-        log_probs, state = steps(inputs, state)
+        log_probs, state = steps(tokens, state)
 
     Args:
         backbone: Causal.
         embed: (B, N) tokens -> (B, N, d_input).
         head: Maps the backbone's output to a distribution.
-        device: The inputs' device.
-        n: Number of positions that will be read.
+        device: The tokens' device.
+        n: Number of calls to come.
         compile: Whether the steps are compiled. None: on the CPU, if the measured steps say that it saves time.
 
     Raises:
@@ -65,34 +65,33 @@ class Steps:
         self._state: State = None  # of the program
         self._tensors: list[Tensor] = []  # the state's
 
-    def __call__(self, inputs: Tensor, state: State) -> tuple[Tensor, State]:
-        """Read the next positions.
+    def __call__(self, tokens: Tensor, state: State) -> tuple[Tensor, State]:
+        """Read the next position.
 
         Args:
-            inputs: (B, N) tokens, or what `embed` takes.
+            tokens: (B, 1).
             state: The state before them. It is donated.
 
         Returns:
-            (B, N, L), and the next state.
+            (B, L), and the next state.
 
         Raises:
             ValueError: If `compile` is True, and the step can't be compiled.
         """
         if self._is_worthwhile() if self._program is None else state is not self._state:
-            state = self._bind(inputs[:, :1], state)
-        begin, n = perf_counter(), inputs.size(1)
+            state = self._bind(tokens, state)
+        begin = perf_counter()
         if self._program is None:
             with donated():
-                y, state = self._backbone(self._embed(inputs), state)
-                log_probs = self._head.log_probs(y)
-            self._python.add(perf_counter() - begin, n)
+                y, state = self._backbone(self._embed(tokens), state)
+                log_probs = self._head.log_probs(y[:, -1])
+            self._python.add(perf_counter() - begin)
         else:
-            each = [self._program(x.contiguous(), self._tensors) for x in inputs.split(1, 1)]
-            log_probs = torch.stack(each, 1)
-            self._compiled.add(perf_counter() - begin, n)
+            log_probs = self._program(tokens, self._tensors)
+            self._compiled.add(perf_counter() - begin)
             if self._decides and self._compiled.calls == MEASURED and self._compiled.each > SLOWER * self._python.each:
                 self._program, self._decides = None, False
-        self._remaining -= n
+        self._remaining -= 1
         return log_probs, state
 
     def _is_worthwhile(self) -> bool:
@@ -100,21 +99,21 @@ class Steps:
         measured = self._decides and self._python.calls == MEASURED
         return self._forced or (measured and self._python.each * self._remaining >= WORTH_LOADING)
 
-    def _bind(self, inputs: Tensor, state: State) -> State:
+    def _bind(self, tokens: Tensor, state: State) -> State:
         """Return `state` in a form that the program can overwrite. Look for a program if there is none that fits."""
         self._state = apart(state)
         self._tensors = list(tensors(self._state))
         if self._program is None or not self._program.fits(self._tensors):
-            self._program = self._library(inputs)
+            self._program = self._library(tokens)
         return self._state
 
-    def _library(self, inputs: Tensor) -> packages.Program | None:
+    def _library(self, tokens: Tensor) -> packages.Program | None:
         step = packages.Step(self._backbone, self._embed, self._head, self._state)
         may_compile = self._forced or self._python.each * self._remaining >= WORTH_COMPILING
         try:
             if may_compile and not self._forced:
-                check_inductor("compile", inputs.device)
-            return packages.program(step, inputs, self._tensors, may_compile=may_compile)
+                check_inductor("compile", tokens.device)
+            return packages.program(step, tokens, self._tensors, may_compile=may_compile)
         except (packages.CompilationError, ValueError) as error:
             if self._forced:
                 raise refusal(self._backbone, error) from error
@@ -123,26 +122,25 @@ class Steps:
 
 
 class _Clock:
-    """The mean time of a position, without the first calls.
+    """The mean time of a call, without the first ones.
 
     Args:
         skipped: Number of the first calls.
     """
 
     def __init__(self, skipped: int) -> None:
-        self.calls, self._seconds, self._positions = -skipped, 0.0, 0
+        self.calls, self._seconds = -skipped, 0.0
 
-    def add(self, seconds: float, positions: int) -> None:
+    def add(self, seconds: float) -> None:
         """Add a call."""
         self.calls += 1
         if self.calls > 0:
             self._seconds += seconds
-            self._positions += positions
 
     @property
     def each(self) -> float:
         """Seconds."""
-        return self._seconds / self._positions
+        return self._seconds / self.calls
 
 
 def apart(state: State) -> State:

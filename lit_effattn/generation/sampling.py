@@ -343,7 +343,7 @@ def _compiled_steps(
                 advance = _Advance(model, tokens, current, state)
         if on_cpu:
             log_probs, state = steps(tokens, state)
-            tokens = _drawn(model, log_probs[:, -1], u)[:, None]
+            tokens = _drawn(model, log_probs, u)[:, None]
         else:
             current.copy_(u)
             advance()

@@ -121,7 +121,11 @@ def transcribe() -> argparse.ArgumentParser:
         help="Beam search with so many hypotheses; a phone is printed when all of them agree on it. Default: the "
         "model's decoder.",
     )
-    made.add_argument("--block_ms", type=int, default=100, help="Milliseconds that are read at once. Default: 100.")
+    made.add_argument(
+        "--block_ms",
+        type=int,
+        help="Milliseconds that are read at once. Larger blocks take less time. Default: 1000 of a file, 100 of -.",
+    )
     made.add_argument(
         "--save_state",
         metavar="FILE",

@@ -13,6 +13,7 @@ import torch
 import yaml
 
 from lit_effattn.cli import main
+from lit_effattn.tasks.speech_stream import SpeechStream
 from tests.cli.test_command_speech import TINY, TRUST
 from tests.support.commands import fails
 
@@ -60,6 +61,18 @@ def test_a_file_a_pipe_and_predict_agree(
     assert [name for _, name, _ in times] == phones
     starts = [phone["start"] for phone in json.loads(line)["phones"]]
     np.testing.assert_allclose([float(start) for start, *_ in times], starts, atol=0.006)
+
+
+@pytest.mark.parametrize(("name", "seconds"), [(RECORDING, 1.0), ("-", 0.1)])
+def test_larger_blocks_of_a_file(name: str, seconds: float, monkeypatch: pytest.MonkeyPatch):
+    sizes, log_probs = list[int](), SpeechStream.log_probs
+    monkeypatch.setattr(
+        SpeechStream, "log_probs", lambda self, x, last=False: sizes.append(len(x)) or log_probs(self, x, last=last)
+    )
+    samples, rate = soundfile.read(RECORDING)
+    monkeypatch.setattr(sys, "stdin", SimpleNamespace(buffer=io.BytesIO(Path(RECORDING).read_bytes())))
+    main(["transcribe", *TRUST, "--ckpt_path", "last", name])
+    assert max(sizes) == min(rate * seconds, len(samples))
 
 
 def test_a_beam_is_that_of_predict(capsys: pytest.CaptureFixture[str]):

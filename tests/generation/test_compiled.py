@@ -124,20 +124,6 @@ def test_a_library_that_is_slower_than_python_is_left(
     assert len(calls) == 1 + (n - MEASURED if used else 1 + compiled.MEASURED)  # once to compare, once to warm up
 
 
-def test_several_positions_are_read_one_by_one(interpreted: list[Path]):
-    """Compiled, in the state that a call in Python returned; on to the next in Python."""
-    made, tokens = around(stack(SoftmaxAttention)), torch.randint(7, (2, 6))
-    steps = compiled.Steps(*made, device=tokens.device, n=6, compile=True)
-    with torch.no_grad():
-        y, _ = made[0](made[1](tokens))
-        expected = made[2].log_probs(y)
-        _, state = made[0](made[1](tokens[:, :2]), made[0].initial_state(2, max_len=8))
-        log_probs, state = steps(tokens[:, 2:5], state)
-        torch.testing.assert_close(log_probs, expected[:, 2:5])
-        y, _ = made[0](made[1](tokens[:, 5:]), state)
-        torch.testing.assert_close(made[2].log_probs(y), expected[:, 5:])
-
-
 def test_other_devices_are_refused():
     with pytest.raises(ValueError, match="compile=True supports these steps on the CPU alone, not on meta"):
         compiled.Steps(*around(stack()), device=torch.device("meta"), n=1, compile=True)

@@ -41,8 +41,8 @@ SHORT = (
 """The short version, which runs if no benchmark is named: less than 5 minutes on 2 cores."""
 
 GPU = {
-    "kernels --lengths 8192 --batch_size 8 --dtype bfloat16": 65,
-    "kernels --lengths 8192 --batch_size 8 --dtype bfloat16 --precision medium": 65,
+    "kernels --lengths 8192 --batch_size 8 --dtype bfloat16": 90,
+    "kernels --lengths 8192 --batch_size 8 --dtype bfloat16 --precision medium": 90,
     "generation --small --compiled --lengths 784 --windows 2 --batch_sizes 1 512": 120,
     "steps configs/digits_linear.yaml configs/stdlib_xl.yaml --only fit bfloat16 --steps 20 --repeats 3": 50,
     "steps --tokens 49152 --repeats 5": 30,

@@ -40,8 +40,8 @@ NOTES = [
     "logarithms; delta: the delta rule, with keys of norm 1 and strengths uniform in (0, 1); gated delta: both. Their "
     "backward passes give the gradients of decays and strengths too. transformers: Qwen3-Next's form in PyTorch; "
     "attn-gym: its reference in chunks.",
-    "linear, performer, decay, delta, gated delta: kernels in C++ on a CPU with a compiler, those of the first two in "
-    "Triton on CUDA. in PyTorch: LIT_EFFATTN_KERNELS=plain. plain: differentiated by autograd, in float32.",
+    "linear, performer, decay, delta, gated delta: kernels in C++ on a CPU with a compiler, in Triton on CUDA. "
+    "in PyTorch: LIT_EFFATTN_KERNELS=plain. plain: differentiated by autograd, in float32.",
     "products: every bmm and baddbmm that the form in PyTorch calls at the chunk size of the row's form, recorded from "
     "one call, recomputation included, and run again alone on operands of the same shapes and strides, which are in "
     "the cache if they fit. Of the scores within a chunk, C++ computes only the causal half, and solves a triangular "
@@ -103,13 +103,14 @@ def _forms(args: argparse.Namespace) -> dict[str, Form]:
         "performer, in PyTorch": Form(performer, plain=True),
         "performer, plain": Form(partial(_plain_performer, omega)),
     }
-    for family in () if cuda else GATED:
+    for family in GATED:
         gated, plain = (
             partial(_gated, function, family, args.chunk_size)
             for function in (gated_linear_attention, plain_gated_linear_attention)
         )
         forms[family] = Form(gated, cpp=gated_cpp_kernels.NAME)
-        forms[f"{family}, in PyTorch"] = Form(gated, plain=True)
+        if not cuda:  # there, without kernels, it is the plain form
+            forms[f"{family}, in PyTorch"] = Form(gated, plain=True)
         forms[f"{family}, plain"] = Form(plain)
     return forms | ({"softmax": Form(_softmax, same=False)} if cuda else {})
 

@@ -10,6 +10,7 @@ from importlib.metadata import PackageNotFoundError, version
 import torch
 
 from lit_effattn.ops.favor import dispatch as favor
+from lit_effattn.ops.gated_linear import pytorch as gated_linear
 from lit_effattn.ops.linear import dispatch as linear
 from lit_effattn.ops.runtime import cpp_build
 from lit_effattn.ops.runtime.selection import KERNELS
@@ -67,6 +68,7 @@ def _kernels(device: torch.device) -> list[str]:
         for name, use in (
             ("linear attention", lambda: linear.use_kernels(q, q, elu=True)),
             ("Performer", lambda: favor.use_kernels(q, q, 256)),
+            (gated_linear.WHAT, lambda: gated_linear.use_kernels(q, q, q, q)),
         ):
             caught.clear()
             try:

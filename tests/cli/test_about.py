@@ -34,7 +34,8 @@ def test_versions_devices_compiler_and_kernels_are_printed(capsys: pytest.Captur
         assert printed[name] == [version(name)]
     assert torch.backends.cpu.get_cpu_capability() in printed["cpu"][0]
     assert printed["auto"][0].startswith("cuda" if torch.cuda.is_available() else "cpu")
-    assert {"cpu, linear attention: c++", "cpu, Performer: c++"} <= set(printed["kernels"])
+    operations = ("linear attention", "Performer", "linear attention with decay or the delta rule")
+    assert {f"cpu, {operation}: c++" for operation in operations} <= set(printed["kernels"])
     assert "g++" in printed["compiler"][0] or "clang" in printed["compiler"][0]
 
 

@@ -1,11 +1,13 @@
-"""How Triton's kernels are compiled for compute capability 9.0 where there is no GPU."""
+"""How Triton's kernels are compiled for a GPU where there is none."""
 
-FOR_9_0 = """
+COMPILED = """
 import sys, torch, triton
 from triton.backends.compiler import GPUTarget
 
+capability = int(sys.argv.pop(1))
+
 class Driver:  # what Triton asks of a GPU before it launches
-    get_current_target = lambda self: GPUTarget("cuda", 90, 32)
+    get_current_target = lambda self: GPUTarget("cuda", capability, 32)
     get_current_device = lambda self: 0
     get_current_stream = lambda self, device=None: 0
 
@@ -18,7 +20,10 @@ def compiled(self, *args, grid, warmup, **options):
 
 triton.JITFunction.run = compiled
 """
-"""What a process runs first: kernels are then compiled, not run, and each prints a line, its shared memory last."""
+"""What a process runs first, with the compute capability times 10 as its first argument.
 
-MOST_SHARED = 227 * 1024
-"""Bytes of shared memory that a program may have."""
+Kernels are then compiled, not run, and each prints a line, its shared memory last.
+"""
+
+MOST_SHARED = {80: 163 * 1024, 86: 99 * 1024, 90: 227 * 1024}
+"""Bytes of shared memory that a program may have, by compute capability."""

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from lit_effattn.ops.runtime import selection
 from lit_effattn.ops.runtime.selection import KERNELS
-from tests.support.compile_for_gpu import FOR_9_0, MOST_SHARED
+from tests.support.compile_for_gpu import COMPILED, MOST_SHARED
 
 
 def elu_features(x: Tensor) -> Tensor:
@@ -169,12 +169,12 @@ class Tensors:
         return self.width
 
 
-def assert_compiles_for_9_0(program: str, cases: Sequence[str], launches: int, folder: Path) -> None:
-    """Every kernel that `program` launches compiles for compute capability 9.0, and fits into shared memory."""
+def assert_compiles(program: str, cases: Sequence[str], launches: int, folder: Path, capability: int = 90) -> None:
+    """Every kernel that `program` launches compiles for compute capability 9.0 or another, and fits into memory."""
     environment = {**os.environ, "TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(folder)}
-    command = [sys.executable, "-c", FOR_9_0 + program, *cases]
+    command = [sys.executable, "-c", COMPILED + program, str(capability), *cases]
     result = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stderr
     lines = result.stdout.splitlines()
-    assert all(int(line.split()[-1]) <= MOST_SHARED for line in lines), result.stdout
+    assert all(int(line.split()[-1]) <= MOST_SHARED[capability] for line in lines), result.stdout
     assert len(lines) == launches * len(cases)

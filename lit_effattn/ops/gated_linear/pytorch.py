@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from functools import cache
 from typing import Any
 
 import torch
@@ -51,9 +52,9 @@ def gated_linear_attention(
 ) -> tuple[Tensor, Tensor]:
     """Compute the recurrence over N positions.
 
-    On the CPU the backward pass is written by hand. It saves only the arguments, recomputes the rest in memory
-    O(N (D + D')), and can't be differentiated. Other devices, and exported programs, use
-    `plain_gated_linear_attention`.
+    On the CPU, and by the Triton kernels on CUDA, the backward pass is written by hand. It saves only the arguments,
+    recomputes the rest in memory O(N (D + D')), and can't be differentiated. Other devices, and exported programs, use
+    `plain_gated_linear_attention`. `lit_effattn.ops.runtime.selection` describes when kernels are used.
 
     Args:
         q: (B, H, N, D), queries.
@@ -72,15 +73,78 @@ def gated_linear_attention(
 
     Raises:
         ValueError: If an argument has a wrong shape or type. The message names it and what was expected.
-        NotImplementedError: On the CPU, if the gradient is differentiated; `plain_gated_linear_attention` supports
-            that.
+        NotImplementedError: If a gradient that was written by hand is differentiated; `plain_gated_linear_attention`
+            supports that.
     """
-    if q.device.type != "cpu" or (torch.compiler.is_exporting() and not keeps()):
+    if not _use_operator(q, k, v, state):
         return plain_gated_linear_attention(
             q, k, v, state, log_decay=log_decay, beta=beta, lengths=lengths, chunk_size=chunk_size
         )
+    return _operator(q, k, v, state, log_decay=log_decay, beta=beta, lengths=lengths, chunk_size=chunk_size)
+
+
+def _operator(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    state: Tensor,
+    *,
+    log_decay: Tensor | None = None,
+    beta: Tensor | None = None,
+    lengths: Tensor | None = None,
+    chunk_size: int = 64,
+) -> tuple[Tensor, Tensor]:
     _check(q, k, v, state, log_decay, beta, lengths)
     return _OPERATOR(q, k, v, state, _by_position(log_decay, q), beta, lengths, chunk_size)
+
+
+def use_kernels(q: Tensor, k: Tensor, v: Tensor, state: Tensor) -> bool:
+    """Return whether kernels compute `gated_linear_attention`, in Triton or C++.
+
+    A warning gives the reason once if they can't be used, unless the plain form was asked for.
+
+    Raises:
+        ValueError: If `LIT_EFFATTN_KERNELS` is not a form, or one that can't be used.
+    """
+    dtypes = (q.dtype, k.dtype, v.dtype, state.dtype)
+    return _chosen(os.environ.get(selection.KERNELS, ""), q.device, dtypes, q.size(-1))
+
+
+@torch.compiler.assume_constant_result
+def _chosen(asked: str, device: torch.device, dtypes: tuple[torch.dtype, ...], width: int) -> bool:
+    if selection.use_triton(WHAT, asked, device, dtypes, width, None, lambda: _failure(device, dtypes[0], width)):
+        return True
+    return selection.use_cpp(WHAT, asked, device, dtypes, cpp_kernels.NAME)
+
+
+def _use_operator(q: Tensor, k: Tensor, v: Tensor, state: Tensor) -> bool:
+    """Return whether to use the operator: on the CPU also without kernels, since its backward pass saves memory."""
+    if torch.compiler.is_exporting():
+        return q.device.type == "cpu" and keeps()
+    return (q.device.type == "cpu" and not selection.interpreted()) or use_kernels(q, k, v, state)
+
+
+@cache
+def _failure(device: torch.device, dtype: torch.dtype, width: int) -> str | None:
+    """Compare the Triton kernels with the plain form, once."""
+
+    def compare() -> tuple[list[Tensor], list[Tensor]]:
+        random = torch.Generator().manual_seed(0)
+        q, k, v, g = (torch.randn(1, 2, 150, width, generator=random).to(device, dtype) for _ in range(4))
+        state = torch.randn(1, 2, width, width, generator=random).to(device)
+        log_decay, beta = (torch.rand(1, 2, 150, generator=random).to(device) for _ in range(2))
+        results: list[list[Tensor]] = []
+        for function, full in ((_operator, dtype), (plain_gated_linear_attention, torch.float32)):
+            results.append([])
+            for gates in ({}, {"log_decay": -log_decay, "beta": beta}):
+                heads = (t.to(full) for t in (q, F.normalize(k, dim=-1), v))
+                given = [t.detach().requires_grad_() for t in (*heads, state, *gates.values())]
+                options: dict[str, Any] = dict(zip(gates, given[4:], strict=True))
+                outputs = function(*given[:4], **options)
+                results[-1] += [*outputs, *torch.autograd.grad(outputs, given, (g.to(full), state))]
+        return results[0], results[1]
+
+    return selection.failed_self_check(device, dtype, compare)
 
 
 def plain_gated_linear_attention(
@@ -285,6 +349,19 @@ class _Chunks:
             state = self.decayed(c, state) + self.k_out[:, :, c].mT @ u
         return torch.stack(before, 2), torch.stack(values, 2), state
 
+    def state_gradients(self, g: Tensor, g_state: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return R after each chunk (B, H, M, D, D'), X, and R before the first chunk, of `_backward_in_pytorch`."""
+        of_u, after, gradients = self.scores.mT @ g, [], []
+        for c in reversed(range(self.v.size(2))):
+            after.append(g_state)
+            x = of_u[:, :, c] + self.k_out[:, :, c] @ g_state
+            g_state = self.decayed(c, g_state) + self.q_in[:, :, c].mT @ g[:, :, c]
+            if self.beta is not None:
+                x = self.inverse[:, :, c].mT @ x
+                g_state = g_state - self.k_in[:, :, c].mT @ (self.beta[:, :, c] * x)
+            gradients.append(x)
+        return torch.stack(after[::-1], 2), torch.stack(gradients[::-1], 2), g_state
+
 
 def _from_start(log_decay: Tensor) -> Tensor:
     """Return the decays from before the first position to each, (…, C, D or 1)."""
@@ -368,8 +445,10 @@ def _forward_in_pytorch(
     beta: Tensor | None,
     lengths: Tensor | None,
     chunk_size: int,
+    *,
+    in_chunks: type[_Chunks] = _Chunks,
 ) -> tuple[Tensor, Tensor]:
-    chunks = _Chunks(q, k, v, state.dtype, log_decay, beta, lengths, chunk_size)
+    chunks = in_chunks(q, k, v, state.dtype, log_decay, beta, lengths, chunk_size)
     states, u, state = chunks.states(state)
     return chunks.join(chunks.q_in @ states + chunks.scores @ u).to(v.dtype), state
 
@@ -385,6 +464,8 @@ def _backward_in_pytorch(
     beta: Tensor | None,
     lengths: Tensor | None,
     chunk_size: int,
+    *,
+    in_chunks: type[_Chunks] = _Chunks,
 ) -> tuple[Any, ...]:
     """Return the gradients of the state, q, k, v, log_decay and β, the last two None if these are.
 
@@ -397,20 +478,10 @@ def _backward_in_pytorch(
     its inverse, so its gradient is q_i ∘ dq_i + k_i ∘ dk_i(read) − k_i ∘ dk_i(written). The logarithm at t is in all
     sums from t on. Those after the chunk add up to S' ∘ R, which is computed anew, so that no error accumulates.
     """
-    chunks = _Chunks(q, k, v, state.dtype, log_decay, beta, lengths, chunk_size)
+    chunks = in_chunks(q, k, v, state.dtype, log_decay, beta, lengths, chunk_size)
     states, u, last = chunks.states(state)
     g = chunks.split(g.to(state.dtype))
-    of_u = chunks.scores.mT @ g
-    after, gradients = [], []  # R and X of each chunk
-    for c in reversed(range(chunks.v.size(2))):
-        after.append(g_state)
-        x = of_u[:, :, c] + chunks.k_out[:, :, c] @ g_state
-        g_state = chunks.decayed(c, g_state) + chunks.q_in[:, :, c].mT @ g[:, :, c]
-        if chunks.beta is not None:
-            x = chunks.inverse[:, :, c].mT @ x
-            g_state = g_state - chunks.k_in[:, :, c].mT @ (chunks.beta[:, :, c] * x)
-        gradients.append(x)
-    g_after, x = torch.stack(after[::-1], 2), torch.stack(gradients[::-1], 2)
+    g_after, x, g_state = chunks.state_gradients(g, g_state)
 
     def scaled(t: Tensor, decays: Tensor | None) -> Tensor:
         return t if decays is None else t * decays
@@ -454,13 +525,15 @@ def _forward(
     beta: Tensor | None,
     lengths: Tensor | None,
     chunk_size: int,
+    *,
+    in_chunks: type[_Chunks] = _Chunks,
 ) -> tuple[Tensor, Tensor]:
     out = _empty(v, state.dtype)
     if _in_cpp(q, k, v, state):
         state = cpp_kernels.forward(q, k, v, state, log_decay, beta, lengths, out)
     else:
-        with torch.autocast("cpu", enabled=False):
-            y, state = _forward_in_pytorch(q, k, v, state, log_decay, beta, lengths, chunk_size)
+        with torch.autocast(q.device.type, enabled=False):
+            y, state = _forward_in_pytorch(q, k, v, state, log_decay, beta, lengths, chunk_size, in_chunks=in_chunks)
         out.copy_(y)
     return out.to(v.dtype), state
 
@@ -477,15 +550,15 @@ def _in_cpp(q: Tensor, k: Tensor, v: Tensor, state: Tensor) -> bool:
     return selection.use_cpp(WHAT, os.environ.get(selection.KERNELS, ""), q.device, dtypes, cpp_kernels.NAME)
 
 
-def _backward(g: Tensor, g_state: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
+def _backward(g: Tensor, g_state: Tensor, *arguments: Any, in_chunks: type[_Chunks] = _Chunks) -> tuple[Tensor, ...]:
     q, k, v, state, log_decay, beta, lengths, _ = arguments
     results = [None if t is None else _empty(t, state.dtype) for t in (q, k, v, log_decay)]
     results.append(None if beta is None else _empty(beta[..., None], state.dtype)[..., 0])
     if _in_cpp(q, k, v, state):
         g_state = cpp_kernels.backward(g, g_state, q, k, v, state, log_decay, beta, lengths, results)
     else:
-        with torch.autocast("cpu", enabled=False):
-            g_state, *computed = _backward_in_pytorch(g, g_state, *arguments)
+        with torch.autocast(q.device.type, enabled=False):
+            g_state, *computed = _backward_in_pytorch(g, g_state, *arguments, in_chunks=in_chunks)
         for to, t in zip(results, computed, strict=True):
             if to is not None:
                 to.copy_(t)
@@ -533,5 +606,6 @@ _OPERATOR = Operator(
     backward_shapes=_backward_shapes,
     keep=_keep,
     gradients=_gradients,
-    refusal="gated_linear_attention has no second derivative on the CPU; plain_gated_linear_attention has one",
+    refusal="gated_linear_attention has no second derivative; plain_gated_linear_attention has one",
+    triton="lit_effattn.ops.gated_linear.triton_kernels",
 )

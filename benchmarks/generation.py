@@ -18,7 +18,7 @@ from torch import Tensor
 
 from benchmarks import kept, speculation
 from benchmarks.measuring import Spread, add_options, at_least, interleaved, now, seconds_of
-from benchmarks.models import IMAGES, SMALL, Size, build, random_levels, size_for
+from benchmarks.models import IMAGES, LSH, SMALL, Size, build, random_levels, size_for
 from benchmarks.report import Report, Row
 from lit_effattn import EncoderDecoder, PixelModel, Transformer
 from lit_effattn import attention as attentions
@@ -29,10 +29,11 @@ from lit_effattn.sequence import State, nbytes, reorder, select, tensors
 from lit_effattn.tasks import SequenceToSequence
 
 LINEAR, CACHED, RECOMPUTED = "linear, state", "softmax, key/value cache", "softmax, no cache"
+RECOMPUTED_LSH = "LSH-1, no cache"
 COMPILED = {f"{method}, compiled": method for method in (LINEAR, CACHED)}
 PAPER = {
-    784: {LINEAR: 1, CACHED: 142.8 / 7.56, RECOMPUTED: 317},
-    3072: {LINEAR: 1, CACHED: 17.85 / 0.32, RECOMPUTED: 4462},
+    784: {LINEAR: 1, CACHED: 142.8 / 7.56, RECOMPUTED: 317, RECOMPUTED_LSH: 142.8 / 0.68},
+    3072: {LINEAR: 1, CACHED: 17.85 / 0.32, RECOMPUTED: 4462, RECOMPUTED_LSH: 17.85 / 0.015},
 }
 """Images/s of linear attention over the others', from Katharopoulos et al. 2020, tables 1 and 2 and the supplement."""
 
@@ -41,9 +42,6 @@ WINDOW = 16
 
 WARM_UP = 2
 """Tokens that are generated before the clock starts."""
-
-ROWS = 32
-"""Images at once without a cache, since each step then processes the whole prefix."""
 
 SOFTMAX, PLAIN = "softmax", "softmax everywhere"
 CROSS = {
@@ -57,8 +55,9 @@ N_TOKENS = 256
 
 IMAGE_NOTES = [
     "ms/token: one step, which draws one token of every image of the batch.",
-    "no cache: the whole prefix is computed again for every token, as in the paper's softmax baseline. A batch of more "
-    f"than {ROWS} images is computed {ROWS} at a time, of which one is measured.",
+    "no cache: the whole prefix is computed again for every token, as in the paper's baselines (softmax; LSH with one "
+    "round, 64 buckets and chunks of 32). A larger batch than `--uncached` is computed so many images at a time, and "
+    "one of these calls is measured.",
     "compiled: a step is one program, on CUDA one graph. The time of tracing and compiling, once for each "
     "number of images, is not included.",
     "integrated: not run as a whole. The cost of a token was measured at the given number of positions, spread evenly "
@@ -89,6 +88,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     about = f"integrate state and cache from this many windows of {WINDOW} tokens; default: whole runs"
     parser.add_argument("--windows", type=at_least(2), help=about)
     add_options(parser, 2, prefixes=(8, "at which no cache is measured"), beam=(4, "hypotheses of a search"))
+    add_options(parser, uncached=(32, "images at once without a cache, since each token then needs the whole prefix"))
     about = "decode from sources of so many tokens instead"
     parser.add_argument("--sources", type=at_least(1), nargs="+", default=[], help=about)
     about = "save, load and fork states after so many positions instead"
@@ -159,10 +159,11 @@ class _Methods:
 
     def __init__(self, length: int, size: Size, args: argparse.Namespace) -> None:
         self.length, self.size, self.args = length, size, args
-        linear, softmax = (build(kind, length, size, args.device).eval() for kind in ("linear", "softmax"))
+        linear, softmax, lsh = (build(kind, length, size, args.device).eval() for kind in ("linear", "softmax", LSH))
         self.models = {LINEAR: linear, CACHED: softmax}
         if args.compiled:
             self.models |= {compiled: self.models[method] for compiled, method in COMPILED.items()}
+        self.uncached = {RECOMPUTED: softmax} | ({} if args.small else {RECOMPUTED_LSH: lsh})
         self.tokens = random_levels(1, length, args.device)
         self.window = min(WINDOW, length - WARM_UP)
         self.starts = [] if args.windows is None else _evenly(0, length - WARM_UP - self.window, args.windows)
@@ -183,13 +184,15 @@ class _Methods:
         if self.args.compiled:
             for method in COMPILED:  # each size of the cache is compiled
                 drawn(method, batch_size)
-        _draw_one(self.models[CACHED], self.tokens[:, : (self.length + 1) // 2].expand(min(ROWS, batch_size), -1))
+        half = self.tokens[:, : (self.length + 1) // 2].expand(min(self.args.uncached, batch_size), -1)
+        for model in self.uncached.values():
+            _draw_one(model, half)
         measures = {method: partial(drawn, method, batch_size) for method in self.models}
-        return measures | {RECOMPUTED: partial(self._recomputed, self.models[CACHED], batch_size)}
+        return measures | {name: partial(self._recomputed, model, batch_size) for name, model in self.uncached.items()}
 
     def how(self, method: str) -> str:
         """Return how a method was measured."""
-        if method == RECOMPUTED:
+        if method in self.uncached:
             return f"integrated from {len(self.prefixes)} prefixes"
         return f"integrated from {len(self.starts)} windows" if self.starts else "whole run"
 
@@ -200,7 +203,7 @@ class _Methods:
         return integrate(centres, costs, self.length)
 
     def _recomputed(self, model: PixelModel, batch_size: int) -> float:
-        costs, rows = [], min(ROWS, batch_size)
+        costs, rows = [], min(self.args.uncached, batch_size)
         for prefix in self.prefixes:
             tokens = self.tokens[:, :prefix].repeat(rows, 1)  # (1, P) -> (B, P)
             costs.append(seconds_of(partial(_draw_one, model, tokens), self.args.device) * batch_size / rows)

@@ -21,6 +21,9 @@ from lit_effattn.tasks import LanguageModel
 PAPER = {800: 363, 1800: 773, 2800: 1409, 3800: 1874}
 """Dai et al. 2019, table 9: speed-up over a sliding window, by attention length; 24 layers on a GPU."""
 
+DEEP = Size(24, 8, 1024)
+"""The model of table 9, with feed-forward layers of width 3,072."""
+
 N_TOKENS = 256  # bytes
 
 NOTES = [
@@ -36,10 +39,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_options(parser, 2, lengths=(list(PAPER), "visible positions, those of the paper"))
     add_options(parser, segment_len=(128, "tokens that are read at once"), repeats=(3, "rounds"))
     add_options(parser, segments=(3, "segments of each measurement"))
+    parser.add_argument("--paper", action="store_true", help=f"the paper's size, {DEEP}, instead of {SMALL}")
 
 
 def run(args: argparse.Namespace) -> Report:
-    return Report("memory", [_row(length, SMALL, args) for length in sorted(args.lengths)], NOTES)
+    return Report(
+        "memory", [_row(length, DEEP if args.paper else SMALL, args) for length in sorted(args.lengths)], NOTES
+    )
 
 
 class Reader:
@@ -77,6 +83,7 @@ def _row(length: int, size: Size, args: argparse.Namespace) -> Row:
     each = {name: seconds[name].map(lambda s, n=reader.n_scored: 1000 * s / n) for name, reader in readers.items()}
     return {
         "attention length": length,
+        "model": str(size),
         "with memory, ms a token": each["with memory"],
         "sliding, ms a token": each["sliding"],
         "sliding ÷ with memory": each["sliding"] / each["with memory"],
@@ -105,7 +112,8 @@ def sliding(length: int, size: Size, windows: int, device: torch.device) -> Read
 
 def _model(size: Size, device: torch.device, eval_window: int | None = None, **options: Any) -> LanguageModel:
     torch.manual_seed(0)
-    backbone = Transformer(size.d_model, size.n_heads, size.n_layers, **options)
+    width = 3072 if size == DEEP else None
+    backbone = Transformer(size.d_model, size.n_heads, size.n_layers, d_ff=width, **options)
     return LanguageModel(backbone, N_TOKENS, unit="byte", eval_window=eval_window).to(device).eval()
 
 

@@ -1,16 +1,20 @@
-"""The models that are measured: the same `PixelModel` with linear or softmax attention."""
+"""The models that are measured: the same `PixelModel` with linear, softmax or LSH attention."""
 
 from __future__ import annotations
 
+from functools import partial
 from typing import NamedTuple
 
 import torch
 
 from lit_effattn import PixelModel, Transformer
-from lit_effattn.attention import LinearAttention, SoftmaxAttention
+from lit_effattn.attention import LinearAttention, LSHAttention, SoftmaxAttention
 from lit_effattn.nn.heads import MixtureOfLogisticsHead
 
 KINDS = {"linear": LinearAttention, "softmax": SoftmaxAttention}
+
+LSH = "LSH-1"
+"""Reformer's attention with one round of hashing, as Katharopoulos et al. 2020 measure it."""
 
 IMAGES = {784: "784 (MNIST, 28×28×1)", 3072: "3072 (CIFAR-10, 32×32×3)"}
 
@@ -39,14 +43,15 @@ def size_for(length: int, small: bool) -> Size:
 
 
 def build(kind: str, length: int, size: Size, device: torch.device) -> PixelModel:
-    """Make a model of images with `length` dimensions. Both kinds have the same parameters and initial weights."""
+    """Make a model of images of `length` dimensions. Linear and softmax have the same parameters and initial weights."""
     torch.manual_seed(0)
     # Everything but the size is the paper's, as in configs/mnist_linear.yaml.
+    attention = partial(LSHAttention, n_hashes=1, n_buckets=64, chunk_size=32) if kind == LSH else KINDS[kind]
     backbone = Transformer(
         size.d_model,
         size.n_heads,
         size.n_layers,
-        attention=KINDS[kind],
+        attention=attention,
         position_width=size.d_model // 2,
         norm="post",
         final_norm=True,

@@ -69,6 +69,21 @@ def test_without_a_cache_the_same_tokens_are_drawn():
     assert _draw_one(model, tokens).tolist() == expected.tolist()
 
 
+def test_lsh_is_measured_at_the_papers_size_only(tmp_path, monkeypatch):
+    monkeypatch.setattr("benchmarks.models.MNIST", Size(1, 2, 8))
+    monkeypatch.setattr("benchmarks.models.SMALL", Size(1, 2, 8))
+    calls = []
+    monkeypatch.setattr(generation, "_draw_one", lambda model, tokens: calls.append(tokens.shape))
+    words = f"generation --lengths 12 --repeats 1 --batch_sizes 3 --uncached 2 --prefixes 3 --output {tmp_path}"
+    for size, lsh in ([], ["LSH-1, no cache"]), (["--small"], []):
+        command.main(words.split() + size)
+        rows = json.loads((tmp_path / "generation.json").read_text(encoding="utf-8"))["rows"]
+        assert [row["method"] for row in rows] == [*generation.PAPER[784]][:3] + lsh
+        assert {row["measured"] for row in rows[2:]} == {"integrated from 3 prefixes"}
+    assert {shape[0] for shape in calls} == {2}
+    assert {shape[1] for shape in calls} == {1, 6, 12}
+
+
 SOURCE = {SOFTMAX: lambda s: 2 * 2 * s * 4, "linear": lambda s: 2 * (4 * 4 + 4)}
 """Numbers in a layer's state of a source of s tokens: keys and values, or S and z, of 2 heads of 4 dimensions."""
 

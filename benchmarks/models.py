@@ -43,7 +43,7 @@ def size_for(length: int, small: bool) -> Size:
 
 
 def build(kind: str, length: int, size: Size, device: torch.device) -> PixelModel:
-    """Make a model of images of `length` dimensions. Linear and softmax have the same parameters and initial weights."""
+    """Make a model of images of `length` dimensions. Linear and softmax have equal initial weights."""
     torch.manual_seed(0)
     # Everything but the size is the paper's, as in configs/mnist_linear.yaml.
     attention = partial(LSHAttention, n_hashes=1, n_buckets=64, chunk_size=32) if kind == LSH else KINDS[kind]

@@ -78,6 +78,7 @@ class Steps:
         Raises:
             ValueError: If `compile` is True, and the step can't be compiled.
         """
+        tokens = tokens.clone(memory_format=torch.contiguous_format)  # a program is made for certain strides
         if self._is_worthwhile() if self._program is None else state is not self._state:
             state = self._bind(tokens, state)
         begin = perf_counter()

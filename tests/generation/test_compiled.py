@@ -1,13 +1,15 @@
 """When steps are compiled: by the measured time of Python's, and of the compiled ones."""
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 
 from lit_effattn.attention import SoftmaxAttention
-from lit_effattn.generation import compiled, sampling
+from lit_effattn.generation import compiled, generate_each, packages, sampling
+from lit_effattn.generation.beam import beam_search
 from lit_effattn.generation.packages import Program
 from lit_effattn.generation.sampling import generate
 from tests.generation.test_packages import around, stack
@@ -127,3 +129,20 @@ def test_a_library_that_is_slower_than_python_is_left(
 def test_other_devices_are_refused():
     with pytest.raises(ValueError, match="compile=True supports these steps on the CPU alone, not on meta"):
         compiled.Steps(*around(stack()), device=torch.device("meta"), n=1, compile=True)
+
+
+@pytest.mark.exhaustive
+def test_one_library_for_searches_and_files_of_prompts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    """Of machine code, for the same number of rows."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    packages.cpp_build.private_folder.cache_clear()
+    made, prompts = around(stack(SoftmaxAttention)), torch.randint(7, (8, 3))
+    search = partial(beam_search, *made, prompts[:2], 9, beam=3, n_best=2)
+    found, expected = search(compile=True), search(compile=False)
+    assert torch.equal(found.tokens, expected.tokens)
+    torch.testing.assert_close(found.log_probs, expected.log_probs)
+    continued = partial(generate_each, *made, list(prompts), [5, 2, 9, 4, 3, 6, 7, 1], batch_size=6)
+    for drawn, other in zip(continued(compile=True), continued(compile=False), strict=True):
+        assert torch.equal(drawn, other)
+    assert len(list(tmp_path.rglob("*.pt2"))) == 1
+    packages.cpp_build.private_folder.cache_clear()

@@ -23,7 +23,7 @@ def regular(path: Path) -> Path:
         if not path.exists():
             raise FileNotFoundError(f"{path}: there is no such file")
         kind = next((kind for kind, is_kind in _KINDS if is_kind(path)), "a special file")
-        raise ValueError(f"{path}: this is {kind}, not a file; remove it or name another")
+        raise ValueError(f"{path}: this is {kind}, not a file; name a file, or remove it from a folder of data")
     return path
 
 

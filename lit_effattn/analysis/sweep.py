@@ -19,6 +19,8 @@ from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
 
+import torch
+
 from lit_effattn.analysis.records import read_run
 from lit_effattn.analysis.sweep_tables import Cell, Outcome, best_rate, by_kind, by_rate, points
 from lit_effattn.analysis.tables import comma_separated, markdown, show
@@ -79,7 +81,10 @@ def sweep(args: list[str]) -> None:
         raise ValueError(f"--kinds {options.kinds} names a kind twice; name each once")
     rates = _rates(options.lr, arguments.files)
     folder = Path(options.output or Path(ROOT, f"sweep_{Path(arguments.files[-1].path).stem}"))
-    runner = Sweep(folder, [*configs, *flags], kinds, _devices(options.devices), trust=options.trust)
+    devices = _devices(options.devices)
+    if options.devices is not None and not torch.cuda.is_available():
+        raise ValueError(f"--devices {options.devices}: torch finds no CUDA device; leave it out to run on the CPU")
+    runner = Sweep(folder, [*configs, *flags], kinds, devices, trust=options.trust)
     print(f"{len(kinds)} kinds, {len(rates)} rates with seed 0, then seeds 0 … {options.seeds - 1} at the best rate")
     with _terminable():
         runner.run([Cell(kind, rate, 0) for kind in kinds for rate in rates])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from lit_effattn.checkpoints.files import DamagedError, whole
+from lit_effattn.checkpoints.runs import short
 from lit_effattn.generation import Kept
 from lit_effattn.sequence import SequenceModule, State, map_tensors
 
@@ -108,9 +110,17 @@ def load_stream(stream: SpeechStream, path: Path) -> None:
 
 
 def check_replaceable(path: Path) -> None:
-    """Raise FileExistsError if there is a file that is not a saved state."""
-    if path.exists() and _about(path) is None:
+    """Check that a saved state can be written to `path`.
+
+    Raises:
+        FileExistsError: If something is there that is not a saved state.
+        OSError: If its folder is not a folder, or can't be written to.
+    """
+    if path.exists() and not (path.is_file() and _about(path) is not None):
         raise FileExistsError(f"{path} exists and is not a saved state; name another file")
+    folder = next(folder for folder in path.absolute().parents if folder.exists())
+    if not (folder.is_dir() and os.access(folder, os.W_OK)):
+        raise OSError(f"{path}: {short(folder)} is not a folder to which files can be written; name another")
 
 
 def fingerprint(model: nn.Module) -> str:

@@ -621,9 +621,8 @@ class LanguageModel(Task):
         n = n if kept is None else len(kept.tokens)
         if begin and not begin[-1].isspace():
             begin += tokenizer.separator
-        shown = Decoded(tokenizer) if n in (None, 1) and beam is None else None
+        shown = Decoded(tokenizer, begin) if n in (None, 1) and beam is None else None
         if shown is not None:
-            print(printable(begin), end="", flush=True)
             progress = iter
         if draft is not None:
             proposes = draft.to(self.device) if isinstance(draft, LanguageModel) else NGrams()
@@ -758,10 +757,12 @@ class Decoded:
 
     Args:
         tokenizer: Turns tokens into text.
+        begin: Shown before the first token, when it is drawn: an error before that has a line of its own.
     """
 
-    def __init__(self, tokenizer: Any) -> None:
+    def __init__(self, tokenizer: Any, begin: str) -> None:
         self._tokenizer = tokenizer
+        self._begin = begin
         self._tokens: list[int] = []
         self._shown = 0
 
@@ -782,8 +783,8 @@ class Decoded:
         return text
 
     def _show(self, text: str) -> None:
-        print(printable(text[self._shown :]), end="", flush=True)
-        self._shown = len(text)
+        print(printable(self._begin + text[self._shown :]), end="", flush=True)
+        self._begin, self._shown = "", len(text)
 
 
 def _with_scores(hypotheses: Hypotheses, begin: str, tokenizer: Tokenizer) -> list[str]:

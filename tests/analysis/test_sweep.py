@@ -306,6 +306,11 @@ def test_devices():
         (["--model.optimizer.init_args.lr", "1"], "--lr RATE"),
         (["--seed_everything=1"], "leave it out"),
         (["--devices", "0,0"], "--devices 0,0"),
+        pytest.param(
+            ["--devices", "0,1"],
+            "--devices 0,1: torch finds no CUDA device; leave it out",
+            marks=pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device"),
+        ),
     ],
 )
 def test_wrong_arguments_are_named(args, message, capsys):

@@ -191,6 +191,8 @@ def test_a_text_goes_on_from_a_saved_state(run: Path, capsys: pytest.CaptureFixt
         (["--state", "s.state", "--beam", "2"], "--state and --beam"),
         (["--save_state", "s.state", "--beam", "2"], "--save_state and --beam"),
         (["--save_state", "other.state"], "other.state exists and is not a saved state"),
+        (["--save_state", "."], ". exists and is not a saved state"),
+        (["--save_state", "other.state/s.state"], "other.state is not a folder to which files can be written"),
         (["--state", "other.state"], "other.state can't be read as a state"),
         (["--state", "absent.state"], "absent.state"),
     ):
@@ -223,7 +225,12 @@ def test_a_draft_changes_no_likeliest_token(run: Path, capsys: pytest.CaptureFix
         (["--draft", "ngrams", "--n_draft", "0"], "n_draft=0 must be at least 1"),
         (["--n_draft", "3"], "--n_draft 3 needs a draft; give --draft, too"),
     ):
-        assert words in fails(capsys, *generate, *args)
+        capsys.readouterr()
+        with pytest.raises(SystemExit):
+            main([*generate, *args])
+        streams = capsys.readouterr()
+        assert words in streams.err
+        assert "birds" not in streams.out  # the prompt, which would stand before the message
     assert "PixelModel has no such option" in fails(
         capsys, "generate", "--ckpt_path", "model:digits", "--draft", "ngrams"
     )

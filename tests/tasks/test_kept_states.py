@@ -13,7 +13,7 @@ from lit_effattn import LSTM, Transformer, attention, sequence
 from lit_effattn.checkpoints.files import DamagedError
 from lit_effattn.generation import Kept
 from lit_effattn.tasks import LanguageModel, PixelModel
-from lit_effattn.tasks.kept_states import fingerprint, load_images, load_state, save_state
+from lit_effattn.tasks.kept_states import check_replaceable, fingerprint, load_images, load_state, save_state
 
 V = 11
 INFINITE = {"mem_len": 3, "segment_len": 3, "n_basis": 4, "widths": [0.1], "n_samples": 8}
@@ -223,3 +223,17 @@ def test_the_fingerprint_is_of_names_types_and_bytes():
     with torch.no_grad():
         next(model.parameters())[0, 0] += 1e-9
     assert fingerprint(model) != before
+
+
+def test_a_place_where_no_state_can_be_written_is_refused_before_anything_is_drawn(tmp_path: Path):
+    (tmp_path / "file").write_text("x")
+    for path, error in (
+        (tmp_path, FileExistsError),
+        (Path("/dev/null"), FileExistsError),
+        (tmp_path / "file", FileExistsError),
+        (tmp_path / "file" / "new" / "s.state", OSError),
+    ):
+        with pytest.raises(error, match=f"{path}.*; name another"):
+            check_replaceable(path)
+    check_replaceable(tmp_path / "new" / "folder" / "s.state")
+    assert not (tmp_path / "new").exists()

@@ -153,7 +153,7 @@ def generate(
     are the same up to rounding. A prompt of several tokens is read without it. A compiled step reads all slots of the
     state, also empty ones, so a state that holds all positions starts with little room and grows.
 
-    On the CPU the program is a library of machine code, 2 to 10 times as fast for few rows. Compiling takes about 20 s
+    On the CPU the program is a library of machine code, 2 to 14 times as fast for few rows. Compiling takes about 20 s
     for each architecture and number of rows, and is done once: see `generation.packages`. None decides after some
     steps: a library that is there is used if the remaining steps take more than 15 s, and one is compiled if they take
     more than two minutes; if it turns out slower than Python, it is left. On CUDA, compiling takes up to a minute in

@@ -85,7 +85,7 @@ class Trainer(pl.Trainer):
             temperature: Below 1 draws likelier samples, 0 the likeliest. Default: 1, as the model was trained.
             top_k: Draw among the k likeliest levels or tokens only.
             top_p: Draw among the likeliest whose probabilities add up to p.
-            compile: Whether each token is drawn by one compiled program, 2 to 10 times as fast for few rows on a CPU.
+            compile: Whether each token is drawn by one compiled program, 2 to 14 times as fast for few rows on a CPU.
                 Compiling takes about 20 s for each architecture and `n`; the program is kept for later calls. Default:
                 on a CPU, if that saves time.
             complete: Images: erase this fraction of test images, from the bottom, and let the model complete them.

@@ -524,7 +524,7 @@ def test_bad_arguments_are_named(options: dict, words: str):
         beam_search(**{**arguments, **options})
 
 
-@pytest.mark.parametrize("name", ["softmax", "xl"])
+@pytest.mark.parametrize("name", ["softmax", pytest.param("xl", marks=pytest.mark.exhaustive)])
 def test_compiled_steps_find_the_same(name: str, interpreted: list[Path]):
     """In states that each step reorders."""
     made, prompt = parts(name, vocabulary=5, seed=2), torch.tensor([[1, 3], [0, 4]])

@@ -216,7 +216,11 @@ def test_the_embedding_is_scaled():
 
 
 @pytest.mark.parametrize(
-    ("attention", "compile"), [(SoftmaxAttention, False), (partial(LinearAttention, chunk_size=2), True)]
+    ("attention", "compile"),
+    [
+        (SoftmaxAttention, False),
+        pytest.param(partial(LinearAttention, chunk_size=2), True, marks=pytest.mark.exhaustive),  # in machine code
+    ],
 )
 def test_the_likeliest_continuation(attention, compile: bool, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("lit_effattn.generation.sampling.BACKEND", "eager")

@@ -2,6 +2,7 @@
 
 import math
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
@@ -178,3 +179,26 @@ def assert_compiles(program: str, cases: Sequence[str], launches: int, folder: P
     lines = result.stdout.splitlines()
     assert all(int(line.split()[-1]) <= MOST_SHARED[capability] for line in lines), result.stdout
     assert len(lines) == launches * len(cases)
+
+
+def assert_trial_finds_faults(
+    trial: Any, kernels: Any, chunk: int, arguments: tuple, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Check that the self-check of `kernels` passes, and says what is wrong with a false or missing backward pass."""
+    right = kernels.backward
+
+    def wrong(*tensors):
+        found = right(*tensors)
+        found[1][0, 1, chunk : 2 * chunk] = 0  # the gradients of a chunk of one head's keys
+        return found
+
+    trial.cache_clear()
+    with torch.inference_mode():  # generation may be what uses them first
+        assert trial(*arguments) is None
+    trial.cache_clear()
+    monkeypatch.setattr(kernels, "backward", wrong)
+    assert re.search(r"they are off by \d+\.\d%", trial(*arguments))
+    trial.cache_clear()
+    monkeypatch.delattr(kernels, "backward")
+    assert "they fail: AttributeError" in trial(*arguments)
+    trial.cache_clear()

@@ -285,23 +285,8 @@ def test_the_plain_form_on_cuda_is_said_once(q, v, elu: bool, numbers, reason: s
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_trial_shows_what_is_wrong(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch):
-    device = torch.device(DEVICE)
-    with torch.inference_mode():  # generation may be what uses them first
-        assert TRIAL(device, dtype, 16) is None
-    right = triton_kernels.backward
-
-    def wrong(*arguments):
-        found = right(*arguments)
-        found[1][0, 1, C : 2 * C] = 0  # the gradients of a chunk of one head's keys
-        return found
-
-    TRIAL.cache_clear()
-    monkeypatch.setattr(triton_kernels, "backward", wrong)
-    assert re.search(r"they are off by \d+\.\d%", TRIAL(device, dtype, 16))
-    TRIAL.cache_clear()
-    monkeypatch.delattr(triton_kernels, "backward")
-    assert "they fail: AttributeError" in TRIAL(device, dtype, 16)
-    TRIAL.cache_clear()
+    arguments = torch.device(DEVICE), dtype, 16
+    kernels.assert_trial_finds_faults(TRIAL, triton_kernels, C, arguments, monkeypatch)
 
 
 def test_what_fails_its_trial_is_not_used(capability, monkeypatch: pytest.MonkeyPatch):

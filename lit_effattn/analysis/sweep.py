@@ -58,7 +58,7 @@ def sweep(args: list[str]) -> None:
         args: The arguments of the command. Unknown ones are flags of `fit`.
 
     Raises:
-        ValueError: If an argument is invalid, or the folder has a sweep with other settings.
+        ValueError: If an argument is invalid, the folder has a sweep with other settings, or no run succeeds.
     """
     options, flags = parsers.sweep().parse_known_args(args)
     options.trust += _own_kinds(options)
@@ -92,6 +92,10 @@ def sweep(args: list[str]) -> None:
         finals = [Cell(kind, rate, seed) for seed in range(options.seeds) for kind, rate in chosen.items()]
         runner.run(finals, test=True)
     report(folder, list(kinds), rates, chosen, runner.outcomes)
+    if not chosen:
+        cell, outcome = next(iter(runner.outcomes.items()))
+        reason = outcome.reason or "its validation metric was never finite"
+        raise ValueError(f"--kinds {options.kinds}: no run has succeeded; {cell}: {reason}")
 
 
 def report(

@@ -248,7 +248,8 @@ def test_commas_within_brackets_divide_no_kinds(tmp_path: Path, monkeypatch: pyt
 
     monkeypatch.setattr("lit_effattn.analysis.sweep.run_child", child)
     kinds = "infinite:widths=[0.03,0.1],linear"
-    sweep(["--config", "mqar_linear", "--kinds", kinds, "--lr", "1e-3", "--seeds", "1", "--output", str(tmp_path)])
+    with pytest.raises(ValueError, match=r"no run has succeeded; InfiniteAttention_widths=.*_lr0.001_seed0: .*not now"):
+        sweep(["--config", "mqar_linear", "--kinds", kinds, "--lr", "1e-3", "--seeds", "1", "--output", str(tmp_path)])
     first, second = asked
     assert first[first.index("--model.backbone.attention.widths") + 1] == "[0.03,0.1]"
     assert "LinearAttention" in second

@@ -116,9 +116,14 @@ def test_a_run_of_a_sweep_that_cant_be_read_is_refused_with_the_reason(
     monkeypatch.setattr("lit_effattn.analysis.sweep.run_child", Children())
     flags = ["--model.optimizer", "my_module.Mine"]  # a class that nobody has trusted
     Path("my_module.py").write_text(f"{EXAMPLE[1]}\nclass Mine(torch.optim.SGD): pass\n")
-    main(["sweep", "--config", "tiny.yaml", "--kinds", "linear", "--lr", "0.01", "--output", str(tmp_path), *flags])
-    assert "LinearAttention_lr0.01_seed0: refused: last.ckpt: " in (output := capsys.readouterr().out)
+    sweep = ["sweep", "--config", "tiny.yaml", "--kinds", "linear", "--lr", "0.01", "--output", str(tmp_path), *flags]
+    with pytest.raises(SystemExit) as ended:
+        main(sweep)
+    assert ended.value.code == 1
+    output, errors = capsys.readouterr()
+    assert "LinearAttention_lr0.01_seed0: refused: last.ckpt: " in output
     assert "--trust my_module.Mine" in output
+    assert "--kinds linear: no run has succeeded; LinearAttention_lr0.01_seed0: last.ckpt: " in errors
 
 
 @pytest.mark.parametrize("name", ERRORS)

@@ -29,9 +29,6 @@ VOCABULARY = 256
 ROOM = 512
 """Positions that a state has room for in onnxruntime."""
 
-READ = 192
-"""Tokens that are read before the clock starts."""
-
 KINDS: dict[str, Callable[..., SequenceModule] | None] = {
     "linear": attentions.LinearAttention,
     "Performer": attentions.PerformerAttention,
@@ -56,7 +53,7 @@ KINDS: dict[str, Callable[..., SequenceModule] | None] = {
 NOTES = [
     f"A language model of {VOCABULARY} tokens with random weights; small: {SMALL}; mnist: {MNIST}; cifar: {CIFAR} (the "
     "sizes of Katharopoulos et al. 2020). Windows and memories have 64 positions.",
-    f"ms: one token of every row, with its draw, after {READ} tokens. Python, compiled: `generate`, without the "
+    "ms: one token of every row, with its draw, after `n_read` tokens. Python, compiled: `generate`, without the "
     f"time of tracing and compiling. onnxruntime: the exported step, in a state for {ROOM} positions.",
     "products: the step's matrix products with weights alone. bytes: the weights, read once, and the state, read and "
     "written once, at the speed with which a tensor of 256 MiB is copied in the same round.",
@@ -65,6 +62,7 @@ NOTES = [
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_options(parser, repeats=(3, "rounds"), rows=([1], "sequences at once"), n_tokens=(48, "timed tokens"))
+    add_options(parser, n_read=(192, "tokens before the clock starts"))
     parser.add_argument("--sizes", choices=SIZES, nargs="+", default=["small"], help="default: small")
     parser.add_argument("--kinds", choices=KINDS, nargs="+", default=list(KINDS), help="default: all")
     parser.add_argument("--no-onnx", action="store_true", help="leave onnxruntime out")
@@ -92,14 +90,14 @@ def _row(size: str, rows: int, kind: str, args: argparse.Namespace) -> Row:
     task = model(kind, SIZES[size])
     with TemporaryDirectory() as folder:
         measures: dict[str, Callable[[], float]] = {
-            "Python": partial(generated, task, rows, args.n_tokens, compile=False),
-            "compiled": partial(generated, task, rows, args.n_tokens, compile=True),
+            "Python": partial(generated, task, rows, args.n_read, args.n_tokens, compile=False),
+            "compiled": partial(generated, task, rows, args.n_read, args.n_tokens, compile=True),
             "products": partial(_products, matrices(task), rows, args.n_tokens),
-            "bytes": partial(_moved, _bytes(task, rows)),
+            "bytes": partial(_moved, _bytes(task, rows, args.n_read)),
         }
         if not args.no_onnx:
             path = export(task, Path(folder) / "step.onnx", format="onnx", batch_size=rows, max_len=_room(task)).path
-            measures["onnxruntime"] = partial(OnnxSteps(path, task, rows), args.n_tokens)
+            measures["onnxruntime"] = partial(OnnxSteps(path, task, rows), args.n_read, args.n_tokens)
         for measure in measures.values():
             measure()  # compiles
         seconds = interleaved(f"{size}, {rows} rows, {kind}", measures, args.repeats)
@@ -113,10 +111,10 @@ def _row(size: str, rows: int, kind: str, args: argparse.Namespace) -> Row:
     return row
 
 
-def generated(task: LanguageModel, rows: int, n_tokens: int, *, compile: bool) -> float:
-    """Return the seconds of a token in `generate`."""
-    watch = Stopwatch([READ, READ + n_tokens], task.device)
-    task.sample(torch.zeros(rows, 1, dtype=torch.long), READ + n_tokens + 1, compile=compile, progress=watch)
+def generated(task: LanguageModel, rows: int, n_read: int, n_tokens: int, *, compile: bool) -> float:
+    """Return the seconds of a token in `generate`, of `n_tokens` after the first `n_read`."""
+    watch = Stopwatch([n_read, n_read + n_tokens], task.device)
+    task.sample(torch.zeros(rows, 1, dtype=torch.long), n_read + n_tokens + 1, compile=compile, progress=watch)
     return watch.seconds / n_tokens
 
 
@@ -140,11 +138,11 @@ class OnnxSteps:
         self._state = dict(zip(names, (t.numpy() for t in tensors(empty)), strict=True))
         self._rows = rows
 
-    def __call__(self, n_tokens: int) -> float:
-        """Return the seconds of a token."""
+    def __call__(self, n_read: int, n_tokens: int) -> float:
+        """Return the seconds of a token, of `n_tokens` after the first `n_read`."""
         tokens, state, uniform = torch.zeros(self._rows, 1, dtype=torch.long), self._state, torch.rand(self._rows)
-        for i in range(READ + n_tokens):
-            if i == READ:
+        for i in range(n_read + n_tokens):
+            if i == n_read:
                 start = time.perf_counter()
             log_probs, *after = self._session.run(None, {"tokens": tokens.numpy()} | state)
             state = dict(zip(state, after, strict=True))
@@ -166,8 +164,8 @@ def _products(weights: Sequence[Tensor], rows: int, n_tokens: int) -> float:
     return (time.perf_counter() - start) / n_tokens
 
 
-def _bytes(task: LanguageModel, rows: int) -> int:
-    return sum(w.nbytes for w in matrices(task)) + 2 * nbytes(task.backbone.initial_state(rows, max_len=READ))
+def _bytes(task: LanguageModel, rows: int, n_read: int) -> int:
+    return sum(w.nbytes for w in matrices(task)) + 2 * nbytes(task.backbone.initial_state(rows, max_len=n_read))
 
 
 def _moved(n_bytes: int) -> float:

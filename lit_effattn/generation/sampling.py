@@ -123,7 +123,8 @@ def reshaped(log_probs: Tensor, temperature: float, top_k: int | None, top_p: fl
 def inverted(p: Tensor, uniform: Tensor) -> Tensor:
     """Return the level (B,) at which the cumulative sum of p (B, L) exceeds `uniform` (B,) of its total."""
     cumulative = p.cumsum(-1)
-    return (cumulative <= uniform[:, None] * cumulative[:, -1:]).sum(-1).clamp(max=p.size(-1) - 1)
+    level = torch.searchsorted(cumulative, uniform[:, None] * cumulative[:, -1:], right=True)
+    return level.squeeze(-1).clamp(max=p.size(-1) - 1)
 
 
 @torch.no_grad()

@@ -22,7 +22,6 @@ TINY = Size(1, 2, 8)
 def tiny(monkeypatch):
     """Steps are not compiled."""
     monkeypatch.setattr(tokens, "SIZES", {"small": TINY})
-    monkeypatch.setattr(tokens, "READ", 3)
     monkeypatch.setattr(tokens, "ROOM", 16)
     monkeypatch.setattr(tokens, "KINDS", {"softmax": SoftmaxAttention, "LSTM": None})
     monkeypatch.setattr("lit_effattn.generation.compiled.check_inductor", lambda asked, device: None)
@@ -32,7 +31,7 @@ def tiny(monkeypatch):
 def test_a_kind_has_a_row_for_each_size_and_number_of_rows():
     report = run(
         argparse.Namespace(
-            sizes=["small"], rows=[1, 2], kinds=["softmax", "LSTM"], repeats=2, n_tokens=4, no_onnx=False
+            sizes=["small"], rows=[1, 2], kinds=["softmax", "LSTM"], repeats=2, n_read=3, n_tokens=4, no_onnx=False
         )
     )
     assert [(row["rows"], row["kind"]) for row in report.rows] == [
@@ -48,7 +47,7 @@ def test_a_kind_has_a_row_for_each_size_and_number_of_rows():
         assert ratio.samples == pytest.approx(
             [a / b for a, b in zip(row["onnxruntime, ms"].samples, row["compiled, ms"].samples, strict=True)]
         )
-    alone = argparse.Namespace(sizes=["small"], rows=[1], kinds=["LSTM"], repeats=1, n_tokens=2, no_onnx=True)
+    alone = argparse.Namespace(sizes=["small"], rows=[1], kinds=["LSTM"], repeats=1, n_read=1, n_tokens=2, no_onnx=True)
     assert not any("onnxruntime" in column for column in run(alone).rows[0])
 
 
@@ -63,11 +62,11 @@ def test_both_programs_draw_alike(tmp_path, monkeypatch):
         return real(log_probs, uniform, temperature=0)
 
     monkeypatch.setattr(tokens, "draw", partial(noted, name="onnx"))
-    OnnxSteps(path, task, 2)(5)
+    OnnxSteps(path, task, 2)(3, 5)
     monkeypatch.setattr(
         "lit_effattn.generation.sampling.draw", lambda log_probs, uniform, **_: noted(log_probs, uniform, "python")
     )
-    generated(task, 2, 5, compile=False)
+    generated(task, 2, 3, 5, compile=False)
     assert len(drawn["onnx"]) == len(drawn["python"]) == 8
     torch.testing.assert_close(drawn["onnx"], drawn["python"], rtol=1e-4, atol=1e-4)
 

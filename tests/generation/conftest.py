@@ -24,6 +24,7 @@ def interpreted(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[Path]:
         def __init__(self, path: str) -> None:
             self._run = torch.export.load(path).module()
             self._named = {**dict(self._run.named_parameters()), **dict(self._run.named_buffers())}
+            self.loader = self
 
         def get_constant_fqns(self) -> list[str]:
             return list(self._named)
@@ -32,8 +33,9 @@ def interpreted(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[Path]:
             for name, t in values.items():
                 self._named[name].data = t
 
-        def __call__(self, tokens: Tensor, state: list[Tensor]) -> Tensor:
-            return self._run(tokens, state)
+        def run(self, inputs: list[Tensor]) -> list[Tensor]:
+            tokens, *state = inputs
+            return [self._run(tokens, state)]
 
     monkeypatch.setattr(packages, "_compile", compile_)
     monkeypatch.setattr(packages, "_name_in_package", lambda name: name)

@@ -65,8 +65,9 @@ PROMPT_NOTES = [
     "Transformer-XL has same_length=True.",
 ]
 FORK_NOTES = [
-    "A step forks a random one of 100 kept states, draws one token, and keeps the new state in its place. resident: "
-    "bytes of this process after a tenth of the steps, and after all. The model has one layer, E 16.",
+    "In memory: a step forks a random one of 100 kept states, draws one token, and keeps the new state in its place. "
+    "In files: a step saves one of the states, and replaces it by the loaded one. resident: bytes of this process "
+    "after a tenth of the steps, and after all. The model has one layer, E 16.",
 ]
 
 
@@ -183,23 +184,50 @@ def prompts(args: argparse.Namespace) -> Report:
 
 
 def forks(args: argparse.Namespace) -> Report:
-    """Fork and keep states `args.forks` times, and return the bytes of this process."""
+    """Fork and keep states `args.forks` times in memory, then in files, and return the bytes of this process."""
     rows: list[Row] = []
     for kind in (attentions.LinearAttention, attentions.SoftmaxAttention):
         torch.manual_seed(0)
         made = LanguageModel(Transformer(16, 2, 1, attention=kind), 8).to(args.device).eval()
-        ring: list[Kept] = []
-        for _ in range(100):
-            made.sample(torch.zeros(1, 8, dtype=torch.long), 1, keep=ring.append)
-        places = torch.randint(100, (args.forks, 2), generator=torch.Generator().manual_seed(0)).tolist()
-        begin, early = ring[0], 0
-        for step, (source, place) in enumerate(places):
-            # Every hundredth step goes back to the beginning, so that softmax attention's states stay short.
-            kept = begin if step % 100 < 50 else ring[source]
-            made.sample(begin.tokens[:, :0], 1, kept=kept, keep=partial(ring.__setitem__, place), seed=step)
-            if step == args.forks // 10:
-                early = resident()
-        after = resident()
-        names = {"attention": kind.__name__, "forks": args.forks}
-        rows.append({**names, "resident before, bytes": early, "after": after, "growth": after - early})
+        with TemporaryDirectory() as folder:
+            ring = _Ring(made, Path(folder), args.forks)
+            for name, act in {"in memory": ring.fork, "in files": ring.file}.items():
+                early, after = _bytes_after(act, args.forks)
+                names = {"attention": kind.__name__, "forks": f"{args.forks:,} {name}"}
+                rows.append({**names, "resident before, bytes": early, "after": after, "growth": after - early})
     return Report("generation", rows, FORK_NOTES)
+
+
+class _Ring:
+    """100 kept states, one of which each call replaces."""
+
+    def __init__(self, made: LanguageModel, folder: Path, n: int) -> None:
+        self._made, self._folder = made, folder
+        self._states: list[Kept] = []
+        for _ in range(100):
+            made.sample(torch.zeros(1, 8, dtype=torch.long, device=made.device), 1, keep=self._states.append)
+        self._begin = self._states[0]
+        self._places = torch.randint(100, (n, 2), generator=torch.Generator().manual_seed(0)).tolist()
+
+    def fork(self, step: int) -> None:
+        source, place = self._places[step]
+        # Every hundredth step goes back to the beginning, so that softmax attention's states stay short.
+        kept = self._begin if step % 100 < 50 else self._states[source]
+        keep = partial(self._states.__setitem__, place)
+        self._made.sample(self._begin.tokens[:, :0], 1, kept=kept, keep=keep, seed=step)
+
+    def file(self, step: int) -> None:
+        place = step % 100
+        path = self._folder / f"{place}.state"
+        save_state(self._states[place], path, self._made, self._made.backbone)
+        self._states[place] = load_state(path, self._made, self._made.backbone)
+
+
+def _bytes_after(act: Callable[[int], None], n: int) -> tuple[int, int]:
+    """Return the bytes of this process after a tenth of the calls act(0) … act(n − 1), and after all."""
+    for step in range(n // 10):
+        act(step)
+    early = resident()
+    for step in range(n // 10, n):
+        act(step)
+    return early, resident()

@@ -61,6 +61,7 @@ def test_prompts_are_a_row_for_each_method():
 
 def test_forks_keep_what_they_say():
     report = kept.forks(argparse.Namespace(forks=120, device=CPU))
+    assert [row["forks"] for row in report.rows] == ["120 in memory", "120 in files"] * 2
     for row in report.rows:
         assert row["growth"] == row["after"] - row["resident before, bytes"]
         assert row["resident before, bytes"] > 2**24

@@ -1,3 +1,4 @@
+import gc
 import os
 
 import pytest
@@ -10,6 +11,17 @@ cpp_build.private_folder("kernels")  # before tests change XDG_CACHE_HOME: kerne
 if not torch.cuda.is_available():
     # Triton asks once, when it is imported: its kernels then run in Python, so that they are tested without a GPU.
     os.environ.setdefault("TRITON_INTERPRET", "1")
+
+for _device in (torch.cuda, torch.mtia, torch.xpu):
+    if not _device.is_available():  # torch.manual_seed would keep a stack trace for each: 1 ms a call
+        _device.manual_seed_all = lambda seed: None
+
+
+def pytest_collection_finish() -> None:
+    """Collect garbage seldom, and leave modules and tests out: looking through them took a tenth of the time."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(20_000)
 
 
 @pytest.fixture(autouse=True)

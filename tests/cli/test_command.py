@@ -25,6 +25,7 @@ from lit_effattn.checkpoints.runs import LAST
 from lit_effattn.cli import main
 from lit_effattn.cli.command import CLI, _Parser, integers_first
 from lit_effattn.datamodules import PixelSequences
+from lit_effattn.generation import compiled, packages
 from lit_effattn.settings.arguments import Arguments
 from tests.support.cases import of_data_sets
 from tests.support.commands import (
@@ -144,9 +145,19 @@ def test_predictions_average_to_the_test_result(
 
 
 def test_generating_writes_a_picture_and_the_levels(run: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("lit_effattn.generation.sampling.BACKEND", "eager")
+    """Machine code is that of tests/generation/test_packages.py."""
+    asked = []
+
+    def interpreted(step: packages.Step, *_: object, may_compile: bool) -> packages.Program:
+        asked.append(may_compile)
+        return packages.Program(torch.no_grad()(step), [])
+
+    monkeypatch.setattr(packages, "program", interpreted)
+    monkeypatch.setattr(compiled, "check_inductor", lambda *_: None)
     main(["generate", "--ckpt_path", "last", "--n", "5", "--seed", "7"])
+    assert not asked
     main(["generate", "--ckpt_path", "last", "--n", "5", "--seed", "7", "--compile", "true"])
+    assert asked == [True]
     main(["generate", "--ckpt_path", "last", "--n", "5", "--seed", "8", "--output", "there"])
     first, second = (np.load(run / "generated" / name / "samples.npy") for name in ("samples", "samples_1"))
     assert first.shape == (5, 8, 8, 1)

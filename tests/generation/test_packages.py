@@ -16,7 +16,7 @@ from lit_effattn.generation.sampling import generate
 from lit_effattn.nn.heads import CategoricalHead
 from lit_effattn.sequence import SequenceModule, tensors
 from tests.laws.cases import CAUSAL, Case
-from tests.support.cases import of_kinds
+from tests.laws.tools import each
 
 Made = tuple[SequenceModule, Callable[[Tensor], Tensor], CategoricalHead]
 
@@ -40,7 +40,21 @@ def step_of(made: Made, rows: int = 2, max_len: int = 64) -> tuple[Step, Tensor,
     return Step(*made, state), torch.zeros(rows, 1, dtype=torch.long), leaves
 
 
-@pytest.mark.parametrize("case", of_kinds(CAUSAL))
+# Sizes are symbols where a state grows, and the ∞-former's tables are made in its first call. That no step looks at a
+# number is tested for every kind in tests/laws/test_devices.py.
+TRACED = {
+    "SoftmaxAttention",
+    "ShawAttention-max_distance=3",
+    "SparseAttention-stride=4",
+    "LSHAttention-n_hashes=2-n_buckets=4-chunk_size=2",
+    "LinearAttention-chunk_size=4",
+    "InfiniteAttention-mem_len=4-segment_len=3-n_basis=10-widths=(0.1,)-n_samples=7-sticky=True-n_bins=6-gate=True",
+    "SlidingWindow",
+    "Decoder",
+}
+
+
+@each(CAUSAL, TRACED)
 @pytest.mark.parametrize("n_prompt", [1, pytest.param(3, marks=pytest.mark.exhaustive)])
 def test_traced_steps_draw_the_same_tokens(case: Case, n_prompt: int, interpreted: list[Path]):
     """In states that begin small and grow, with one program."""

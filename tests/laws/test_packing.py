@@ -46,13 +46,19 @@ def _pieces(case: Case) -> tuple[torch.Tensor, torch.Tensor, list[list[tuple[int
     return starts, lengths, [list(pairwise(b)) for b in borders]
 
 
-@each(PACKED)
-@pytest.mark.parametrize("carried", [False, True])
+@pytest.mark.parametrize(
+    ("case", "carried"),
+    [
+        pytest.param(case, carried, id=f"{carried}-{case.name}", marks=() if quick else pytest.mark.exhaustive)
+        for carried in (False, True)
+        for case in PACKED
+        if case.causal or not carried
+        for quick in [carried == case.causal or case.name in EACH]
+    ],
+)
 @pytest.mark.usefixtures("_long_rows")
 def test_packed_is_alone(case: Case, carried: bool):
     """Outputs, gradients, states and auxiliary losses, without and after a state."""
-    if carried and not case.causal:
-        return
     module = case.build()
     starts, lengths, pieces = _pieces(case)
     padding = ~sequence.valid_positions(lengths, starts.size(1))
@@ -118,7 +124,9 @@ def _alone(module, x, starts, pieces, before) -> tuple[torch.Tensor, list]:
 
 
 @each(PACKED, quick=EACH)
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bfloat16", "float16"])
+@pytest.mark.parametrize(
+    "dtype", [torch.bfloat16, pytest.param(torch.float16, marks=pytest.mark.exhaustive)], ids=["bfloat16", "float16"]
+)
 @pytest.mark.usefixtures("_long_rows")
 def test_packed_is_alone_in_half_precision(case: Case, dtype: torch.dtype):
     """Outputs differ by half a spacing of the numbers near 1, gradients by two; a factor of 12 stays in its piece."""
@@ -167,7 +175,7 @@ def test_packed_is_alone_where_it_is_compiled(case: Case):
         _go_on_alike(module, sequence.select(after, torch.tensor([i])), state)
 
 
-@each(PACKED)
+@each(PACKED, quick=EACH)
 @pytest.mark.usefixtures("_long_rows")
 def test_without_the_state_outputs_gradients_and_losses_are_the_same(case: Case):
     """Pieces are then called in other groups where states grow."""

@@ -20,9 +20,9 @@ def cases(names):
     return [pytest.param(name, marks=wrong if name.startswith("windowed linear") else ()) for name in names]
 
 
-@pytest.mark.parametrize("name", cases(["windowed linear", "∞-former, sticky=True, n_bins=6"]))
-def test_a_kind_of_each_family_streams_as_the_model_does(name):
-    done = exported(name, "onnx", 2, 60)
+def test_a_kind_that_searches_streams_as_the_model_does():
+    """Other kinds: test_export.py and test_onnx_operators.py."""
+    done = exported("∞-former, sticky=True, n_bins=6", "onnx", 2, 60)
     assert done.checked == 60
     assert done.difference < 1e-5
 

@@ -34,7 +34,10 @@ KINDS = ("linear", "retention", "gated linear", "Mamba-2", "DeltaNet", "Gated De
 NAMES = [name for name in CASES if name.split(",")[0] in KINDS]
 
 
-@pytest.mark.parametrize(("name", "operators"), [("linear", "opset27"), ("Kimi Delta", "onnxruntime")])
+@pytest.mark.parametrize(
+    ("name", "operators"),
+    [("Kimi Delta", "onnxruntime"), pytest.param("linear", "opset27", marks=pytest.mark.exhaustive)],
+)
 def test_prompts_and_steps_are_the_model_s(name, operators, tmp_path):
     """A prompt, a token and another prompt, each from the state before, against one pass of the model."""
     import onnxruntime
@@ -107,12 +110,12 @@ def test_a_layer_is_one_operator_and_its_convolution_another(tmp_path):
 
 def test_the_page_reads_a_prompt_in_one_call(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    model = language_model(GatedDeltaNetAttention)
+    model = language_model(LinearAttention, GatedDeltaNetAttention)
     path = saved(model, tmp_path / "best.ckpt")
     main(["export", "--ckpt_path", path, "--operators", "onnxruntime"])
     assert re.search(r"^32 tokens .*\nall but the last in one call, .*: \d+\.\d\d ms$", capsys.readouterr().out, re.M)
     about = json.loads(onnx.load("best.onnx").metadata_props[0].value)
-    assert (about["operators"], about["kinds"]) == ("onnxruntime", ["GatedDeltaNetAttention"])
+    assert (about["operators"], about["kinds"]) == ("onnxruntime", ["LinearAttention", "GatedDeltaNetAttention"])
     page = table.PAGE.read_text(encoding="utf-8")
     code = re.findall(r"^```py\n(.*?)^```$", page, re.M | re.S)[0]
     call = re.search(r"`(log_probs, state = step\(\[.*?)` takes the place of the first loop", page)[1]

@@ -1,6 +1,7 @@
 """One flag gives any run another kind of attention: every shipped configuration with every kind."""
 
 import operator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +38,7 @@ SHORT = {
 kinds with a recurrent state, which share their code, two are."""
 
 
+@cache
 def model_of(config: Path) -> dict[str, Any]:
     return yaml.safe_load(config.read_text())["model"]
 

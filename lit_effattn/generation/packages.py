@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.export.graph_signature import InputKind, InputSpec, TensorArgument
 
+from lit_effattn.generation import row_products
 from lit_effattn.nn.heads import Head
 from lit_effattn.ops.runtime import cpp_build
 from lit_effattn.ops.runtime.quiet import quiet
@@ -242,7 +243,7 @@ def _overwritten(graph: torch.fx.Graph) -> set[torch.fx.Node]:
 def _key(exported: torch.export.ExportedProgram) -> str:
     """Return a hash of the program: operations, their arguments, shapes, types and layouts, and what compiles it."""
     lines = [torch.__version__, torch.backends.cpu.get_cpu_capability(), str(torch.get_num_threads())]
-    lines.append(str(exported.graph_signature))
+    lines += [str(exported.graph_signature), row_products.FUNCTION]
     for node in exported.graph.nodes:
         value = node.meta.get("val")
         results = [t for t in (value if isinstance(value, list | tuple) else [value]) if isinstance(t, Tensor)]
@@ -254,6 +255,7 @@ def _key(exported: torch.export.ExportedProgram) -> str:
 def _compile(exported: torch.export.ExportedProgram, path: Path) -> None:
     part = path.with_suffix(f".{os.getpid()}.pt2")
     options = {"aot_inductor.package_constants_in_so": False, "always_keep_tensor_constants": True}
+    options |= row_products.options()
     try:
         with quiet():
             torch._inductor.aoti_compile_and_package(exported, package_path=str(part), inductor_configs=options)

@@ -194,16 +194,34 @@ def _attn_gym(library: Any, q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, 
     return library.chunk_gdn(*by_position, scale=1.0, impl="reference")[0].transpose(1, 2)
 
 
+def _fla(name: str, library: Any, *tensors: Tensor) -> Tensor:
+    by_position = (t.transpose(1, 2) for t in tensors)  # (B, H, N, D) -> (B, N, H, D)
+    return getattr(library, name)(*by_position, scale=1.0)[0].transpose(1, 2)
+
+
 PEERS: dict[str, tuple[str, str, Callable[..., Tensor]]] = {
     "pytorch-fast-transformers": ("cpu", "fast_transformers.causal_product", _fast_transformers),
     "performer-pytorch": ("cpu", "performer_pytorch.performer_pytorch", _performer_pytorch),
     "flash-linear-attention": ("cuda", "fla.ops.linear_attn", flash_linear_attention),
+    "flash-linear-attention, decay": ("cuda", "fla.ops.simple_gla", partial(_fla, "chunk_simple_gla")),
+    "flash-linear-attention, delta": ("cuda", "fla.ops.delta_rule", partial(_fla, "chunk_delta_rule")),
+    "flash-linear-attention, gated delta": (
+        "cuda",
+        "fla.ops.gated_delta_rule",
+        partial(_fla, "chunk_gated_delta_rule"),
+    ),
     "transformers": ("cpu", "transformers.models.qwen3_next.modeling_qwen3_next", _transformers),
     "attn-gym": ("cpu", "attn_gym.linear", _attn_gym),
 }
-"""Libraries that compute linear attention or the gated delta rule: device, module and function."""
+"""Libraries that compute linear attention, with decays or the delta rule: device, module and function."""
 
-FAMILIES = {"transformers": "gated delta", "attn-gym": "gated delta"}
+FAMILIES = {
+    "flash-linear-attention, decay": "decay",
+    "flash-linear-attention, delta": "delta",
+    "flash-linear-attention, gated delta": "gated delta",
+    "transformers": "gated delta",
+    "attn-gym": "gated delta",
+}
 """The functions that libraries compute which do not compute linear attention."""
 
 

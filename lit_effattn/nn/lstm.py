@@ -172,7 +172,9 @@ class _Layer(nn.Module):
 
     def _step(self, x: Tensor, h: Tensor, c: Tensor, lengths: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
         """Read one position, without the overhead of the fused recurrence."""
-        weights = (w.to(x.dtype) for w in (self.weight_ih, self.weight_hh, self.bias))
+        weights = [w.to(x.dtype) for w in (self.weight_ih, self.weight_hh, self.bias)]
+        if x.device.type != "cpu":  # CUDA's cell takes two biases or none
+            weights.append(torch.zeros_like(weights[-1]))
         new_h, new_c = torch.lstm_cell(x[:, 0], (h, c), *weights)
         if lengths is not None:
             valid = lengths[:, None] > 0

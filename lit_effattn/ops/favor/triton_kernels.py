@@ -1,7 +1,7 @@
 """Causal Performer's kernels for GPUs, in Triton: positive features in log space, sums and division in one pass.
 
 With log φ(q) = ωᵀq, log φ(k) = ωᵀk + offset and m_i the greatest log φ(k_j) up to i, feature by feature, in chunks of
-C = 64 positions (Choromanski et al. 2020, section 2.2, and lemma 1):
+C positions, 64 forward and 32 backward (Choromanski et al. 2020, section 2.2, and lemma 1):
 
     out_i = num_i / den_i,  num_i = p_iᵀ S + Σ_j (p_i · κ_j) v_j,  den_i the same with 1 for v,
     p_i = exp(log φ(q_i) + r − top_i),  κ_j = exp(log φ(k_j) − r),  j of the chunk, up to i
@@ -59,7 +59,14 @@ from lit_effattn.ops.linear.triton_kernels import (
 from lit_effattn.ops.runtime.selection import by_position
 
 CHUNK = 64
-"""C: the least that a warp group's matrix product takes, and a wider triangle is more work."""
+"""C of the forward pass: the least that a warp group's matrix product takes, and a wider triangle is more work."""
+
+CHUNK_BACKWARD = 32
+"""C of the backward pass: fewer rows than a warp group's matrix product takes.
+
+With these products, as Triton 3.6 and its ptxas compile them for compute capability 9.0, `_query_gradients` is wrong:
+seen on an H200, gradients of q off by 4.4 times their norm (D = 32), and reads beyond shared memory (D = 64, "medium").
+"""
 
 FEATURES = 32
 """Number of features that a program processes at once: more do not fit into registers beside a chunk's sums."""
@@ -698,7 +705,7 @@ def forward(
         The output (B, H, N, D) in v's type, and `s`, `z` and `m` after the last position. Then what `backward` takes
         besides: the rounding errors of the output, empty for float32, and each query's top and den, (B, H, N) each.
     """
-    plan = _Plan(q, v, omega, lengths, scale)
+    plan = _Plan(q, v, omega, lengths, scale, CHUNK)
     s, z, m = _copy(s), _copy(z), _copy(m)
     starts = plan.starts(k, v, s, z, m)
     out = by_position(v)
@@ -719,7 +726,7 @@ def backward(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     `forward`, the output and the three tensors after it, and `scale`.
     """
     g, g_s, g_z, q, k, v, omega, s, z, m, lengths, out, rest, top, denominator, scale = arguments
-    plan = _Plan(q, v, omega, lengths, scale)
+    plan = _Plan(q, v, omega, lengths, scale, CHUNK_BACKWARD)
     dq, dk, dv = (by_position(t) for t in (q, k, v))
     y = torch.empty_like(top)
     borders = z.new_empty(plan.heads, plan.chunks + 1, z.size(2))
@@ -741,12 +748,12 @@ def backward(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
 class _Plan:
     """The division of each head's sequence into groups of chunks, and the arguments that the kernels share."""
 
-    def __init__(self, q: Tensor, v: Tensor, omega: Tensor, lengths: Tensor | None, scale: float) -> None:
+    def __init__(self, q: Tensor, v: Tensor, omega: Tensor, lengths: Tensor | None, scale: float, chunk: int) -> None:
         b, h, n, e = q.shape
         d, f = v.size(3), omega.size(1)
         self.omega = (omega * scale).contiguous()  # queries and keys need no copy that is scaled
         self.lengths = None if lengths is None else lengths.contiguous()
-        self.heads, self.chunks = b * h, triton.cdiv(n, CHUNK)
+        self.heads, self.chunks = b * h, triton.cdiv(n, chunk)
         groups = min(self.chunks, _MOST_GROUPS, max(1, _at_once(q.device) // max(1, self.heads)))
         self.each = triton.cdiv(self.chunks, groups)
         self.groups = triton.cdiv(self.chunks, self.each)  # none is empty
@@ -754,7 +761,7 @@ class _Plan:
         self.counts = (n, self.chunks, self.each, h)
         self.of_keys = (scale * scale / 2, math.log(f) / 2)
         self.constants: dict[str, Any] = {
-            "E": e, "D": d, "F": f, "C": CHUNK, "BE": _padded(e), "BD": _padded(d),
+            "E": e, "D": d, "F": f, "C": chunk, "BE": _padded(e), "BD": _padded(d),
             "PRECISION": _precision(q, v),
         }  # fmt: skip
         self.features = min(FEATURES, _padded(f))

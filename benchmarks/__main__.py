@@ -42,12 +42,12 @@ SHORT = (
 
 GPU = {
     "kernels --lengths 8192 --batch_size 8 --dtype bfloat16": 90,
-    "kernels --lengths 8192 --batch_size 8 --dtype bfloat16 --precision medium": 90,
-    "generation --small --compiled --lengths 784 --windows 2 --batch_sizes 1 512": 120,
-    "steps configs/digits_linear.yaml configs/stdlib_xl.yaml --only fit bfloat16 --steps 20 --repeats 3": 50,
+    "kernels --lengths 8192 --batch_size 8 --dtype bfloat16 --precision medium": 70,
+    "generation --small --compiled --lengths 784 --windows 2 --batch_sizes 1 512": 110,
+    "steps configs/digits_linear.yaml configs/stdlib_xl.yaml --only fit bfloat16 --steps 8 --repeats 3": 50,
     "steps --tokens 49152 --repeats 5": 30,
-    "scaling --repeats 2 --lengths 1024 4096 16384 65536 --limit 1": 50,
-    "layers --lengths 4096": 40,
+    "scaling --repeats 2 --lengths 1024 4096 16384 65536 --limit 1": 90,
+    "layers --lengths 4096": 90,
 }
 """The runs of `gpu` and their time limits in seconds: less than 9 minutes on any GPU."""
 

@@ -56,7 +56,7 @@ def test_one_that_fails_does_not_lose_the_others(ran, with_a_gpu, capsys):
     output = capsys.readouterr().err.splitlines()
     assert output[-3] == f"2 of {len(command.GPU)} failed:"
     assert output[-2].endswith("--limit 1: exit status 1")
-    assert output[-1].endswith("stopped after 40 s")
+    assert output[-1].endswith("stopped after 90 s")
 
 
 def test_what_is_invalid_is_refused_before_the_first_run(ran, monkeypatch, capsys):

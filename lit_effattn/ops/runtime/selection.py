@@ -153,7 +153,7 @@ def failed_self_check(
     *,
     most: float = 0.02,
 ) -> str | None:
-    """Compare kernels with the plain form, since they were written without a GPU. Return the fault, or None.
+    """Compare kernels with the plain form, since other GPUs and compilers may differ. Return the fault, or None.
 
     Args:
         device: Device of the comparison.

@@ -29,9 +29,11 @@ from lit_effattn.checkpoints.printable import printable
 from lit_effattn.checkpoints.runs import find_checkpoint, short
 from lit_effattn.datamodules.common.json_data import parse_json
 from lit_effattn.drawing import plots
+from lit_effattn.hparams import parameters
+from lit_effattn.nn.lstm import LSTM
 from lit_effattn.settings import parsers
 from lit_effattn.settings.arguments import Arguments, File
-from lit_effattn.settings.kinds import attention_kinds, own_kind
+from lit_effattn.settings.kinds import attention_kinds, full_names, own_kind
 from lit_effattn.settings.run_names import ROOT
 
 FACTORS = (1 / 3, 1, 3)
@@ -350,7 +352,7 @@ def parse_kind(text: str) -> tuple[str, list[str]]:
     """Return the name of a kind with its options, for tables and folders, and its arguments of `fit`.
 
     Raises:
-        ValueError: If no kind or several have this name, or an option has no value.
+        ValueError: If no kind or several have this name, or an option has no value or is none of the kind's.
 
     Examples:
         >>> parse_kind("linear:chunk_size=64")[0]
@@ -360,10 +362,14 @@ def parse_kind(text: str) -> tuple[str, list[str]]:
     name = _class_name(kind)
     flag = "--model.backbone" if name == "LSTM" else "--model.backbone.attention"
     flags = [flag, kind if "." in kind else name]
+    kinds: dict[str, type] = {**attention_kinds(), "LSTM": LSTM}
+    known = {} if "." in kind else parameters(kinds[name])
     for option in options:
         if not re.fullmatch(r"\w+=.+", option):
             raise ValueError(f"--kinds {text}: {option!r} is not an option; give {kind}:NAME=VALUE")
         key, _, value = option.partition("=")
+        if known and key not in known:
+            raise ValueError(f"--kinds {text}: {name} has no option {key}; there are {', '.join(known)}")
         flags += [f"{flag}.{key}", value]
     return ":".join([name, *options]), flags
 
@@ -372,9 +378,7 @@ def _class_name(kind: str) -> str:
     if "." in kind:
         return kind.rpartition(".")[2]
     known = [*attention_kinds(), "LSTM"]
-    wanted = kind.lower().replace("_", "").replace("-", "")
-    exact = [name for name in known if wanted in (name.lower(), name.removesuffix("Attention").lower())]
-    names = exact or [name for name in known if wanted and wanted in name.lower()]
+    names = full_names(kind, known)
     if len(names) != 1:
         raise ValueError(f"--kinds {kind}: give one of {', '.join(known)}, or the path of your own class")
     return names[0]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Iterable
 from textwrap import fill
 from typing import Any, get_origin
 
@@ -63,13 +64,21 @@ def own_kind(name: str) -> type[Attention]:
     return kind
 
 
+def full_names(short: str, known: Iterable[str]) -> list[str]:
+    """Return the names in `known` for which `short` stands: `linear` for LinearAttention, `xl` for the one with it."""
+    wanted = short.lower().replace("_", "").replace("-", "")
+    exact = [name for name in known if wanted in (name.lower(), name.removesuffix("Attention").lower())]
+    return exact or [name for name in known if wanted and wanted in name.lower()]
+
+
 def _known(name: str, known: dict[str, type[Attention]]) -> type[Attention]:
-    if name not in known:
+    names = full_names(name, known)
+    if len(names) != 1:
         raise ValueError(
             f"there is no attention kind {name!r}; there are {', '.join(known)}, and your own by their full names, "
             "such as my_module.MyAttention"
         )
-    return known[name]
+    return known[names[0]]
 
 
 def _is_kind(value: Any) -> bool:

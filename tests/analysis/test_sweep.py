@@ -237,6 +237,12 @@ def test_options_of_kinds():
     for option in ("mem_len", "=64", "mem_len="):
         with pytest.raises(ValueError, match=f"{option!r} is not an option; give xl:NAME=VALUE"):
             parse_kind(f"xl:{option}")
+    for given, options in (
+        ("linear:chunk=3", "LinearAttention has no option chunk; there are .*chunk_size"),
+        ("lstm:d_modle=1", "LSTM has no option d_modle"),
+    ):
+        with pytest.raises(ValueError, match=f"--kinds {given}: {options}"):
+            parse_kind(given)
 
 
 def test_commas_within_brackets_divide_no_kinds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -69,6 +69,7 @@ def test_the_options_of_a_kind_are_described(capsys: pytest.CaptureFixture[str])
     text = printed(capsys, "kinds", "SoftmaxAttention")
     assert text.startswith("SoftmaxAttention: Scaled dot-product attention.")
     assert "window=None  Number of keys a position sees, its own included; None: all." in text
+    assert printed(capsys, "kinds", "softmax") == text
     assert "'LinearAtention'; there are CompressiveAttention, " in fails(capsys, "kinds", "LinearAtention", code=2)
 
 

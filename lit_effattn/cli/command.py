@@ -125,6 +125,12 @@ _REMARKS = (
 )
 """Messages of Lightning without information for users of the command."""
 
+_TENSOR_CORES = (
+    "float32 matrices are multiplied in full precision. Faster on this GPU: --trainer.precision bf16-mixed; or TF32, "
+    "with TORCH_ALLOW_TF32_CUBLAS_OVERRIDE=1 in the environment"
+)
+"""Replaces Lightning's advice to call a function of PyTorch."""
+
 
 def run(args: list[str]) -> None:
     """Parse `args` and run the command."""
@@ -170,12 +176,18 @@ def _quieten() -> None:
             if not any(isinstance(known, PrintableRecords) for known in handler.filters):
                 handler.addFilter(PrintableRecords())
     threading.excepthook = _report_thread
-    logging.getLogger("lightning.pytorch.utilities.rank_zero").addFilter(
-        lambda r: not any(remark in r.getMessage() for remark in _REMARKS)
-    )
+    logging.getLogger("lightning.pytorch.utilities.rank_zero").addFilter(_for_users)
     logging.getLogger("lightning.pytorch.trainer.connectors.checkpoint_connector").addFilter(
         lambda r: "`weights_only` was not set" not in r.getMessage()
     )
+
+
+def _for_users(record: logging.LogRecord) -> bool:
+    """Return whether the command shows a message of Lightning; replace the one about Tensor Cores."""
+    message = record.getMessage()
+    if "that has Tensor Cores" in message:
+        record.msg, record.args = _TENSOR_CORES, ()
+    return not any(remark in message for remark in _REMARKS)
 
 
 def _warning(message: Warning | str, category: type[Warning], *where: Any, **line: Any) -> str:

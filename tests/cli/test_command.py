@@ -17,13 +17,14 @@ import numpy as np
 import pytest
 import torch
 import yaml
+from lightning.fabric.accelerators import cuda
 
 from lit_effattn import PixelModel
 from lit_effattn.attention import LinearAttention, SoftmaxAttention
 from lit_effattn.checkpoints import run_lock
 from lit_effattn.checkpoints.runs import LAST
 from lit_effattn.cli import main
-from lit_effattn.cli.command import CLI, _Parser, integers_first
+from lit_effattn.cli.command import CLI, _Parser, _quieten, integers_first
 from lit_effattn.datamodules import PixelSequences
 from lit_effattn.generation import compiled, packages
 from lit_effattn.settings.arguments import Arguments
@@ -142,6 +143,26 @@ def test_predictions_average_to_the_test_result(
     table = np.genfromtxt(path, delimiter=",", names=True)
     assert len(table) == 180
     assert table["bits_per_dim"].mean() == pytest.approx(float(output[1]), abs=1e-4)
+
+
+def test_on_a_gpu_a_flag_and_a_variable_are_named_for_faster_products(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    """In place of Lightning's advice to call a function of PyTorch."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "H200")
+    monkeypatch.setattr(cuda, "_is_ampere_or_later", lambda device: True)
+    _quieten()
+    cuda._check_cuda_matmul_precision.__wrapped__(torch.device("cuda", 0))
+    (message,) = caplog.messages
+    assert "--trainer.precision bf16-mixed" in message
+    assert "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE=1" in message
+    program = "import torch; print(torch.get_float32_matmul_precision())"
+    environment = {**os.environ, "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE": "1"}
+    result = subprocess.run(
+        [sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True
+    )
+    assert result.stdout == "high\n"
 
 
 def test_generating_writes_a_picture_and_the_levels(run: Path, monkeypatch: pytest.MonkeyPatch):

@@ -452,6 +452,8 @@ class CLI(LightningCLI):
         if config.accelerator == "auto" and torch.backends.mps.is_available():
             kwargs["accelerator"] = "cpu"
             rank_zero_info(f"--trainer.accelerator auto: the CPU is used, since {NO_FLOAT64}")
+        if config.devices == "auto" and self.subcommand in ("predict", "generate"):
+            kwargs["devices"] = 1  # else all GPUs of the machine, and these commands run on one process
         averaged = self.resolved.averaged
         read = partial(_read_average, averaged, self.model) if averaged else None
         kwargs["plugins"] = [*_as_list(config.plugins), AtomicCheckpointIO(read)]

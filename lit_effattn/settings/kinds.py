@@ -23,7 +23,7 @@ def kinds(names: list[str]) -> str:
     """Return the output of `lit-effattn kinds`: a row for each kind, or the described options of the named kinds.
 
     Raises:
-        ValueError: If there is no kind of a name.
+        ValueError: If there is no kind of a name, or several.
     """
     known = attention_kinds()
     if names:
@@ -73,7 +73,9 @@ def full_names(short: str, known: Iterable[str]) -> list[str]:
 
 def _known(name: str, known: dict[str, type[Attention]]) -> type[Attention]:
     names = full_names(name, known)
-    if len(names) != 1:
+    if len(names) > 1:
+        raise ValueError(f"the attention kind {name!r} is ambiguous: give one of {', '.join(names)}")
+    if not names:
         raise ValueError(
             f"there is no attention kind {name!r}; there are {', '.join(known)}, and your own by their full names, "
             "such as my_module.MyAttention"

@@ -18,6 +18,7 @@ import pytest
 import torch
 import yaml
 from lightning.fabric.accelerators import cuda
+from lightning.pytorch.accelerators import CPUAccelerator
 
 from lit_effattn import PixelModel
 from lit_effattn.attention import LinearAttention, SoftmaxAttention
@@ -187,6 +188,20 @@ def test_generating_writes_a_picture_and_the_levels(run: Path, monkeypatch: pyte
     assert np.array_equal(first, second)
     assert not np.array_equal(first, np.load("there/samples.npy"))
     assert Path("there/samples.png").stat().st_size > 0
+
+
+@pytest.mark.parametrize("name", ["generate", "predict"])
+def test_a_command_of_one_process_takes_one_device_of_several(name: str, run: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(CPUAccelerator, "auto_device_count", lambda: 2)
+    main(
+        [
+            name,
+            "--ckpt_path",
+            "last",
+            *(["--n", "2"] if name == "generate" else ["--trainer.limit_predict_batches", "1"]),
+        ]
+    )
+    assert (run / ("generated" if name == "generate" else "predictions")).is_dir()
 
 
 def test_completing_keeps_what_is_not_erased(run: Path):

@@ -71,6 +71,7 @@ def test_the_options_of_a_kind_are_described(capsys: pytest.CaptureFixture[str])
     assert "window=None  Number of keys a position sees, its own included; None: all." in text
     assert printed(capsys, "kinds", "softmax") == text
     assert "'LinearAtention'; there are CompressiveAttention, " in fails(capsys, "kinds", "LinearAtention", code=2)
+    assert "'delta' is ambiguous: give one of DeltaNetAttention, Gated" in fails(capsys, "kinds", "delta", code=2)
 
 
 @pytest.mark.parametrize("args", [["configs"], ["configs", "digits_linear", "stdlib_xl"], ["--help"]])

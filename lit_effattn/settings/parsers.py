@@ -185,7 +185,7 @@ def export() -> argparse.ArgumentParser:
         choices=["opset18", "opset27", "onnxruntime"],
         default="opset18",
         help="onnx: opset18, which every runtime has. opset27: LinearAttention and CausalConvWithState, so the file "
-        "is smaller and reads prompts, for linear attention and the kinds with decay or the delta rule. "
+        "reads prompts, for linear attention and the kinds with decay or the delta rule. "
         "onnxruntime: the same two of its domain com.microsoft, for which it has kernels. Default: opset18.",
     )
     made.add_argument("--overwrite", action="store_true", help="Replace an existing file.")

@@ -187,9 +187,10 @@ class _Reader:
         n, state = cache.longest(tokens[:-1]) if i in self._stops else (0, None)
         if state is None:
             state = self._backbone.initial_state(1, max_len=cache.max_len)
+        state = self._backbone.grow(state, cache.max_len)  # the cache may be of shorter prompts
         for stop in self._stops.get(i, []):
             if stop > n:
                 _, state = self._backbone(self._embed(self._prompts[i][None, n:stop]), state)
                 n = stop
                 cache.add(tokens[:n], state)
-        return n, self._backbone.grow(state, cache.max_len)
+        return n, state

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from lit_effattn.checks import at_least
 from lit_effattn.generation.compiled import Steps
-from lit_effattn.generation.sampling import check_causal, first_state
+from lit_effattn.generation.sampling import check_causal, check_log_probs, check_prompt, first_state
 from lit_effattn.nn.heads import Head
 from lit_effattn.sequence import SequenceModule, State, reads_values, reorder, select
 
@@ -128,8 +128,9 @@ def beam_search(
             state.
     """
     check_beam(beam, n_best, length_penalty, length_norm)
+    check_prompt(prompt)
     limits = torch.as_tensor(max_len, device=prompt.device).expand(len(prompt))  # (B,)
-    _check(backbone, head, prompt, limits, end)
+    _check(backbone, head, limits, end)
     penalty = _LengthPenalty(length_penalty, length_norm)
     longest = int(limits.max())
     state = first_state(backbone, state, len(prompt), prompt.size(1) + longest - 1)
@@ -142,6 +143,7 @@ def beam_search(
     steps = Steps(backbone, embed, head, device=prompt.device, n=longest - 1, compile=compile)
     live, finished = _begin(len(prompt), beam, longest, padding, prompt.device)
     for step in progress(range(longest)):
+        check_log_probs(log_probs)
         candidates = log_probs.view(len(prompt), beam, -1)
         live, source, finished = _extend(live, finished, candidates, step, end, limits, penalty)
         live = _stop(live, finished, limits, penalty, n_best)
@@ -154,10 +156,8 @@ def beam_search(
     return Hypotheses(tokens.masked_fill((lengths == 0)[..., None], padding), lengths, scores, log_probs)
 
 
-def _check(backbone: SequenceModule, head: Head, prompt: Tensor, limits: Tensor, end: int | None) -> None:
+def _check(backbone: SequenceModule, head: Head, limits: Tensor, end: int | None) -> None:
     check_causal(backbone)
-    if prompt.dim() != 2 or prompt.size(1) == 0:
-        raise ValueError(f"prompt has shape {tuple(prompt.shape)}; expected (batch, length) and at least one token")
     at_least(1, max_len=int(limits.min()))
     if end is not None and not 0 <= end < head.n_levels:
         raise ValueError(f"end={end} is not a token of the model: 0 … {head.n_levels - 1}")

@@ -12,8 +12,12 @@ from __future__ import annotations
 import gc
 import hashlib
 import os
+import platform
 from collections.abc import Callable, Sequence
+from functools import cache
 from pathlib import Path
+from tempfile import TemporaryDirectory
+from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
@@ -110,7 +114,8 @@ def program(step: Step, tokens: Tensor, state: Sequence[Tensor], *, may_compile:
         made = _loaded(path, exported)
         _check(made, step, tokens, state)
     except Exception as error:
-        path.unlink(missing_ok=True)  # it may be damaged; the next call compiles again
+        if not isinstance(error, OSError | MemoryError):  # else it may be damaged; the next call compiles again
+            path.unlink(missing_ok=True)
         raise CompilationError(f"{type(error).__name__}: {error}") from error
     return made
 
@@ -242,7 +247,7 @@ def _overwritten(graph: torch.fx.Graph) -> set[torch.fx.Node]:
 
 def _key(exported: torch.export.ExportedProgram) -> str:
     """Return a hash of the program: operations, their arguments, shapes, types and layouts, and what compiles it."""
-    lines = [torch.__version__, torch.backends.cpu.get_cpu_capability(), str(torch.get_num_threads())]
+    lines = [torch.__version__, _processor(), torch.backends.cpu.get_cpu_capability(), str(torch.get_num_threads())]
     lines += [str(exported.graph_signature), row_products.FUNCTION]
     for node in exported.graph.nodes:
         value = node.meta.get("val")
@@ -252,15 +257,29 @@ def _key(exported: torch.export.ExportedProgram) -> str:
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:32]
 
 
-def _compile(exported: torch.export.ExportedProgram, path: Path) -> None:
-    part = path.with_suffix(f".{os.getpid()}.pt2")
-    options = {"aot_inductor.package_constants_in_so": False, "always_keep_tensor_constants": True}
-    options |= row_products.options()
+@cache
+def _processor() -> str:
+    """Return the processor's instructions, for all of which inductor compiles."""
     try:
-        with quiet():
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return platform.processor()
+    return next((line for line in lines if line.startswith(("flags", "Features"))), platform.processor())
+
+
+def _compile(exported: torch.export.ExportedProgram, path: Path) -> None:
+    options = {"aot_inductor.package_constants_in_so": False, "always_keep_tensor_constants": True}
+    options |= {**row_products.options(), "aot_inductor.precompile_headers": False}
+    try:
+        # Not in inductor's folders, below /tmp at known places: another user may have made them, and inductor runs
+        # what it finds there.
+        with (
+            quiet(),
+            TemporaryDirectory(dir=path.parent) as folder,
+            patch.dict(os.environ, TORCHINDUCTOR_CACHE_DIR=folder),
+        ):
+            part = Path(folder, path.name)
             torch._inductor.aoti_compile_and_package(exported, package_path=str(part), inductor_configs=options)
-        part.replace(path)
+            part.replace(path)
     except Exception as error:  # of any kind, from inductor or the C++ compiler
         raise CompilationError(f"{type(error).__name__}: {error}") from error
-    finally:
-        part.unlink(missing_ok=True)

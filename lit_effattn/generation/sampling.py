@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import cache
@@ -15,7 +16,7 @@ from lit_effattn.checks import at_least
 from lit_effattn.generation.compiled import Steps, refusal
 from lit_effattn.nn.heads import Head
 from lit_effattn.ops.runtime.check_inductor import check_inductor
-from lit_effattn.sequence import SequenceModule, State, donated, reorder, tensors
+from lit_effattn.sequence import SequenceModule, State, donated, reads_values, reorder, tensors
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -54,7 +55,8 @@ class Sampling:
 
     def __post_init__(self) -> None:
         """Check the options."""
-        at_least(0, temperature=self.temperature)
+        if not 0 <= self.temperature < math.inf:
+            raise ValueError(f"temperature={self.temperature} must be at least 0 and finite")
         at_least(1, top_k=self.top_k)
         if self.top_p is not None and not 0 < self.top_p <= 1:
             raise ValueError(f"top_p={self.top_p} must be above 0 and at most 1")
@@ -98,17 +100,37 @@ def draw(
 
     Returns:
         (B,) integers below L.
+
+    Raises:
+        ValueError: If a log-probability is NaN. On a GPU this is not checked.
     """
     if temperature == 0:
+        check_log_probs(log_probs)
         return log_probs.argmax(-1)
     return inverted(reshaped(log_probs, temperature, top_k, top_p), uniform)
 
 
+def check_log_probs(log_probs: Tensor) -> None:
+    """Raise ValueError if a log-probability is NaN, where reading it is free."""
+    if reads_values(log_probs) and bool(log_probs.isnan().any()):
+        raise ValueError("the model's log-probabilities are NaN: its weights or its inputs are not finite")
+
+
+def check_prompt(prompt: Tensor) -> None:
+    """Raise ValueError unless `prompt` is (B, P) with at least one row and one token."""
+    if prompt.dim() != 2 or 0 in prompt.shape:
+        raise ValueError(
+            f"prompt has shape {tuple(prompt.shape)}; expected (batch, length) with at least one row and one token"
+        )
+
+
 def reshaped(log_probs: Tensor, temperature: float, top_k: int | None, top_p: float | None) -> Tensor:
     """Return (…, L) in float64, proportional to the probabilities with which `draw` draws, from log_probs (…, L)."""
+    check_log_probs(log_probs)
     if temperature == 0:
         return F.one_hot(log_probs.argmax(-1), log_probs.size(-1)).double()
-    p = (log_probs.double() / temperature).softmax(-1)
+    log_probs = log_probs.double()
+    p = ((log_probs - log_probs.amax(-1, keepdim=True)) / temperature).softmax(-1)  # no overflow of any quotient
     if top_k is not None or top_p is not None:
         ordered, index = p.sort(dim=-1, descending=True, stable=True)
         if top_k is not None:
@@ -182,8 +204,8 @@ def generate(
         (B, n_tokens), the tokens drawn.
 
     Raises:
-        ValueError: If the backbone is not causal, an option is out of range, or the step can't be compiled with this
-            state.
+        ValueError: If the backbone is not causal, an argument is out of range, the step can't be compiled with this
+            state, or a log-probability is NaN.
     """
     sampling = replace(sampling, **options)
     check_causal(backbone)
@@ -193,8 +215,8 @@ def generate(
             given = "state was given too" if state is not None else f"prompt has {len(prompt)} rows"
             raise ValueError(f"kept has {len(kept.tokens)} rows, and {given}; give kept alone, with a prompt for each")
         prompt, state, earlier = torch.cat([kept.tokens, prompt], 1), kept.state, kept.drawn
-    if keep is not None:
-        at_least(1, n_tokens=n_tokens)
+    check_prompt(prompt)
+    at_least(0 if keep is None else 1, n_tokens=n_tokens)
     on_cpu = _on_cpu(prompt.device)
     if sampling.compile and not on_cpu and BACKEND == "inductor":
         check_inductor("compile=True", prompt.device)
@@ -308,7 +330,8 @@ def _compiled_steps(
     """
     rows, n = prompt.shape
     on_cpu = _on_cpu(prompt.device)
-    position = 0 if state is None else int(state.length.max())
+    length = getattr(state, "length", None)
+    position = 0 if length is None else int(length.max())
     total = position + n + len(uniform)
     if on_cpu:
         steps = Steps(*model[:3], device=prompt.device, n=len(uniform), compile=True if forced else None)

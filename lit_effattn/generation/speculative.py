@@ -19,6 +19,7 @@ from lit_effattn.generation.sampling import (
     SamplingOptions,
     _random_stream,
     check_causal,
+    check_prompt,
     first_state,
     inverted,
 )
@@ -100,7 +101,10 @@ def speculate(
     """
     sampling = replace(sampling, **options)
     check_causal(backbone)
+    check_prompt(prompt)
+    at_least(0, n_tokens=n_tokens)
     at_least(1, n_draft=n_draft)
+    n_draft = min(n_draft, max(n_tokens, 1))
     if sampling.compile:
         raise ValueError("compile=True does not support a draft, whose calls have other lengths; leave out one of them")
     rows, begin = prompt.shape

@@ -89,6 +89,17 @@ def test_a_shared_prefix_is_read_once():
     assert all(torch.equal(a, b) and torch.equal(a, c) for a, b, c in zip(first, again, without, strict=True))
 
 
+@pytest.mark.parametrize("kind", ["SoftmaxAttention", "LinearAttention"])
+def test_a_cache_serves_longer_prompts_later(kind: str):
+    """Its states have room for the prompts of their own call alone."""
+    model, cache = made(kind), PrefixCache()
+    short = [torch.tensor([*[3] * 120, i, 1]) for i in range(6)]
+    long = [torch.tensor([*[3] * 120, *[4] * 120, i, 1]) for i in range(6)]
+    for given in (short, long):
+        expected = model.sample_each(given, 3)
+        assert all(map(torch.equal, model.sample_each(given, 3, cache=cache), expected))
+
+
 def test_rows_end_and_others_take_their_places():
     model, rows = made("SoftmaxAttention"), list[int]()
 

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._inductor.runtime.cache_dir_utils import cache_dir
 
 from lit_effattn import Transformer
 from lit_effattn.attention import LinearAttention, SoftmaxAttention, TransformerXLAttention
@@ -171,6 +172,47 @@ def test_a_damaged_library_is_made_again(interpreted: list[Path]):
         packages.program(*arguments)
     packages.program(*arguments)
     assert len(interpreted) == 2
+
+
+@pytest.mark.parametrize("error", [OSError(28, "No space left on device"), MemoryError()])
+def test_a_library_outlives_errors_that_are_not_its_own(
+    error: Exception, interpreted: list[Path], monkeypatch: pytest.MonkeyPatch
+):
+    arguments = step_of(around(stack()))
+    packages.program(*arguments)
+
+    def fail(*_: object) -> None:
+        raise error
+
+    monkeypatch.setattr(packages, "_loaded", fail)
+    with pytest.raises(CompilationError, match=type(error).__name__):
+        packages.program(*arguments)
+    assert interpreted[0].exists()
+
+
+def test_another_processor_has_another_library(interpreted: list[Path], monkeypatch: pytest.MonkeyPatch):
+    arguments = step_of(around(stack()))
+    packages.program(*arguments)
+    monkeypatch.setattr(packages, "_processor", lambda: "flags: another")
+    packages.program(*arguments)
+    assert len(set(interpreted)) == 2
+
+
+def test_nothing_is_compiled_where_others_can_write(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    """Inductor's own folders are at known places below /tmp."""
+    found = []
+
+    def compile_(exported, package_path: str, inductor_configs: dict[str, object]) -> None:
+        found.append(Path(cache_dir()))
+        assert not inductor_configs["aot_inductor.precompile_headers"]
+        Path(package_path).write_text("made")
+
+    monkeypatch.setattr(torch._inductor, "aoti_compile_and_package", compile_)
+    for _ in range(2):
+        packages._compile(None, tmp_path / "it.pt2")
+    assert [path.parent for path in found] == [tmp_path] * 2
+    assert len(set(found)) == 2  # of two processes that compile the same at once
+    assert [path.name for path in tmp_path.iterdir()] == ["it.pt2"]
 
 
 def test_a_failed_compilation_leaves_no_file(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):

@@ -1,4 +1,5 @@
 import math
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -20,7 +21,10 @@ from lit_effattn.attention import (
 )
 from lit_effattn.generation import packages
 from lit_effattn.generation import sampling as generation
+from lit_effattn.generation.beam import beam_search
+from lit_effattn.generation.drafts import NGrams
 from lit_effattn.generation.sampling import Sampling, draw, generate
+from lit_effattn.generation.speculative import speculate
 from lit_effattn.nn.heads import CategoricalHead, Head
 from lit_effattn.sequence import SequenceModule
 from tests.laws.cases import CAUSAL, Case
@@ -549,6 +553,7 @@ def test_a_backbone_that_sees_the_future_is_refused():
     [
         ("temperature", -0.5),
         ("temperature", math.nan),
+        ("temperature", math.inf),
         ("top_k", 0),
         ("top_k", -3),
         ("top_p", 0.0),
@@ -562,6 +567,68 @@ def test_settings_that_make_no_distribution_are_refused(option: str, value: floa
         generate(*parts(), torch.zeros(1, 1, dtype=torch.long), 1, **{option: value})
     with pytest.raises(ValueError, match=f"{option}={value}"):
         Sampling(**{option: value})
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_log_probabilities_that_are_nan_are_refused(temperature: float):
+    made, prompt = parts(), torch.zeros(1, 1, dtype=torch.long)
+    with torch.no_grad():
+        made[1].weight[0, 0] = math.nan
+    for draws in (
+        lambda: generate(*made, prompt, 3, temperature=temperature),
+        lambda: speculate(*made, prompt, 3, NGrams(), temperature=temperature),
+        lambda: beam_search(*made, prompt, 3, beam=2),
+    ):
+        with pytest.raises(ValueError, match="log-probabilities are NaN: its weights or its inputs are not finite"):
+            draws()
+
+
+def test_the_smallest_temperature_takes_the_likeliest():
+    log_probs = torch.tensor([[0.2, 0.5, 0.3]]).log()
+    for temperature in (1e-310, 1e-40):
+        assert draw(log_probs, torch.tensor([0.1]), temperature=temperature).item() == 1
+
+
+@pytest.mark.parametrize("shape", [(1, 0), (0, 1), (3,)])
+def test_a_prompt_has_rows_and_tokens(shape: tuple[int, ...]):
+    made, prompt = parts(), torch.zeros(shape, dtype=torch.long)
+    for draws in (
+        lambda: generate(*made, prompt, 3),
+        lambda: speculate(*made, prompt, 3, NGrams()),
+        lambda: beam_search(*made, prompt, 3, beam=2),
+    ):
+        with pytest.raises(ValueError, match=re.escape(f"prompt has shape {shape}; expected (batch, length)")):
+            draws()
+
+
+def test_a_number_of_tokens_is_not_negative():
+    made, prompt = parts(), torch.zeros(1, 1, dtype=torch.long)
+    assert generate(*made, prompt, 0).shape == speculate(*made, prompt, 0, NGrams()).tokens.shape == (1, 0)
+    for draws in (lambda: generate(*made, prompt, -1), lambda: speculate(*made, prompt, -1, NGrams())):
+        with pytest.raises(ValueError, match="n_tokens=-1 must be at least 0"):
+            draws()
+
+
+def test_a_state_without_length_goes_on_in_long_calls(monkeypatch: pytest.MonkeyPatch):
+    """From LEAST_STEPS tokens on, where the steps may be compiled."""
+
+    class Sum(SequenceModule):
+        d_input = d_model = 4
+        causal = True
+
+        def forward(self, x, state=None, lengths=None):
+            total = x.cumsum(1) if state is None else x.cumsum(1) + state[:, None]
+            return total, total[:, -1].clone()
+
+        def initial_state(self, batch_size, **_):
+            return torch.zeros(batch_size, 4)
+
+    torch.manual_seed(0)
+    made = Sum(), nn.Embedding(7, 4), CategoricalHead(4, 7)
+    prompt, state = torch.zeros(2, 1, dtype=torch.long), torch.ones(2, 4)
+    expected = generate(*made, prompt, 9, state=state, compile=False)
+    monkeypatch.setattr(generation, "LEAST_STEPS", 9)
+    assert torch.equal(generate(*made, prompt, 9, state=state), expected)
 
 
 def test_one_value_is_the_same_as_its_fields_as_keywords():

@@ -13,6 +13,7 @@ import os
 import shlex
 import shutil
 import signal
+import stat
 import subprocess
 import sys
 import tempfile
@@ -160,6 +161,9 @@ def private_folder(name: str) -> Path:
             path.mkdir(mode=0o700, parents=True, exist_ok=True)
             if not _is_private(path):
                 raise PermissionError(f"{path} belongs to another user or can be written by others (chmod go-w {path})")
+        for path in parent.absolute().parents:
+            if path.stat().st_mode & (stat.S_IWOTH | stat.S_ISVTX) == stat.S_IWOTH:
+                raise PermissionError(f"{path} can be written by others, who can replace {parent} (chmod o-w {path})")
         with tempfile.TemporaryFile(dir=folder):
             return folder
     except (OSError, RuntimeError) as error:  # no home, another owner, disk full

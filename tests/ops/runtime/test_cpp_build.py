@@ -2,6 +2,7 @@ import os
 import shutil
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -106,6 +107,18 @@ def test_where_others_can_write_nothing_is_loaded(
     with pytest.warns(UserWarning, match=rf"chmod go-w {writable}\)"):
         assert library("small").answer() == 42
     assert planted.read_bytes() == b"theirs"
+
+
+def test_whoever_can_replace_the_cache_is_not_trusted(folder: Path, tmp_path: Path, monkeypatch: Any):
+    """As a folder below /tmp, where the sticky bit protects it, is."""
+    above = folder.parent.parent
+    above.mkdir()
+    monkeypatch.setattr(cpp_build.tempfile, "tempdir", str(tmp_path))
+    for mode, is_used in ((0o1777, True), (0o777, False), (0o755, True)):
+        above.chmod(mode)
+        cpp_build.private_folder.cache_clear()
+        with nullcontext() if is_used else pytest.warns(UserWarning, match=rf"chmod o-w {above}\)"):
+            assert (cpp_build.private_folder("kernels") == folder) == is_used
 
 
 @needs_compiler

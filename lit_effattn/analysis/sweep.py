@@ -144,7 +144,7 @@ class Sweep:
         trust: Class paths that the user trusts. A sweep may continue with others.
 
     Raises:
-        ValueError: If the record in `folder` is of a sweep with other flags.
+        ValueError: If the record in `folder` is of a sweep with other flags, or another class of a kind's name.
     """
 
     def __init__(
@@ -169,7 +169,7 @@ class Sweep:
         self._common = [*(arg for name in trust for arg in ("--trust", name)), *_QUIET]
         self._stopping = threading.Event()
         self._lock = threading.Lock()
-        self._done = self._read_record()
+        self._done, self._trained = self._read_record()
 
     def run(self, cells: Sequence[Cell], *, test: bool = False) -> None:
         """Train all unfinished `cells`, and with `test` also test them."""
@@ -238,7 +238,9 @@ class Sweep:
             return message or f"exit code {code}"
         with self._lock, whole(self.folder / RECORD) as part:  # a thread for each device
             self._done.setdefault(str(cell), []).append(args[0])
-            part.write_text(json.dumps({"flags": self.flags, "done": self._done}, indent=1), encoding="utf-8")
+            self._trained[cell.kind] = self.kinds[cell.kind]
+            record = {"flags": self.flags, "kinds": self._trained, "done": self._done}
+            part.write_text(json.dumps(record, indent=1), encoding="utf-8")
         return None
 
     def _newest(self, cell: Cell) -> Path | None:
@@ -248,33 +250,40 @@ class Sweep:
         except FileNotFoundError:
             return None
 
-    def _read_record(self) -> dict[str, list[str]]:
+    def _read_record(self) -> tuple[dict[str, list[str]], dict[str, list[str]]]:
         path = self.folder / RECORD
         if not path.is_file():
-            return {}
-        flags, done = read_record(path)
+            return {}, {}
+        flags, done, trained = read_record(path)
         # Older sweeps recorded --trust.
         if [flag for before, flag in pairwise(["", *flags]) if "--trust" not in (before, flag)] != self.flags:
             raise ValueError(
                 f"{path} is of a sweep with {' '.join(flags)}; give these flags to continue, or another --output"
             )
-        return done
+        for kind, own in trained.items():
+            if self.kinds.get(kind, own) != own:
+                raise ValueError(
+                    f"{path} is of a sweep with {' '.join(own)}, not {' '.join(self.kinds[kind])}; give this class in "
+                    "--kinds to continue, or another --output"
+                )
+        return done, trained
 
 
-def read_record(path: Path) -> tuple[list[str], dict[str, list[str]]]:
-    """Return the flags of a sweep, and the finished commands of each cell.
+def read_record(path: Path) -> tuple[list[str], dict[str, list[str]], dict[str, list[str]]]:
+    """Return the flags of a sweep, the finished commands of each cell, and the flags of each kind with such a cell.
 
     Raises:
         ValueError: If the file is not the record of a sweep.
     """
     try:
         record = parse_json(path.read_text(encoding="utf-8"))
-        flags, done = record["flags"], record["done"]
-        if not all(isinstance(x, list) and all(isinstance(text, str) for text in x) for x in (flags, *done.values())):
+        flags, done, kinds = record["flags"], record["done"], record.get("kinds", {})  # older ones have no kinds
+        lists = (flags, *done.values(), *kinds.values())
+        if not all(isinstance(x, list) and all(isinstance(text, str) for text in x) for x in lists):
             raise TypeError("it must hold lists of texts")
     except (ValueError, TypeError, LookupError, AttributeError) as error:
         raise ValueError(f"{path} is not the record of a sweep: {error}; give another --output") from error
-    return flags, done
+    return flags, done, kinds
 
 
 _children: set[subprocess.Popen[bytes]] = set()

@@ -2,6 +2,7 @@
 
 import csv
 import io
+import json
 import signal
 import subprocess
 import warnings
@@ -17,6 +18,7 @@ import torch
 import yaml
 
 from lit_effattn.analysis.sweep import (
+    RECORD,
     Sweep,
     _children,
     _devices,
@@ -180,6 +182,27 @@ def test_a_record_of_other_flags_is_refused(swept):
     folder, *_ = swept
     with pytest.raises(ValueError, match=r"--config tiny\.yaml"):
         Sweep(folder / "out", ["--config", "other.yaml"], KINDS)
+
+
+def test_two_classes_of_one_name_do_not_share_their_runs(tmp_path: Path):
+    calls: list[list[str]] = []
+
+    def child(args: list[str], log: Path, device: str | None) -> tuple[int, str]:
+        calls.append(args)
+        return 0, ""
+
+    def run(kind: str) -> None:
+        Sweep(tmp_path, FLAGS, dict([parse_kind(kind)]), child=child).run([Cell("Mine", 0.1, 0)])
+
+    run("a.Mine")
+    with pytest.raises(ValueError, match=r"a sweep with .*attention a\.Mine, not .*attention b\.Mine; give this class"):
+        run("b.Mine")
+    run("a.Mine")
+    record = json.loads((tmp_path / RECORD).read_text())
+    del record["kinds"]
+    (tmp_path / RECORD).write_text(json.dumps(record))
+    run("a.Mine")
+    assert len(calls) == 1
 
 
 def test_compare_shows_what_differs_and_what_it_costs(swept, monkeypatch, capsys):
@@ -374,7 +397,17 @@ def test_what_is_trusted_is_trusted_in_tests_too(tmp_path: Path):
         assert [value for flag, value in pairwise(call) if flag == "--trust"] == ["mine.Task", "mine.Data"]
 
 
-@pytest.mark.parametrize("text", ["[" * 100_000, "[]", '{"flags": 1}', '{"flags": [], "done": {"a": 3}}', "no JSON"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "[" * 100_000,
+        "[]",
+        '{"flags": 1}',
+        '{"flags": [], "done": {"a": 3}}',
+        '{"flags": [], "done": {}, "kinds": {"a": "b"}}',
+        "no JSON",
+    ],
+)
 def test_a_record_of_something_else(text: str, tmp_path: Path):
     (tmp_path / "sweep.json").write_text(text)
     with pytest.raises(ValueError, match=r"sweep\.json is not the record of a sweep"):

@@ -47,10 +47,11 @@ _BETWEEN = r",(?![^\[]*\])"
 _OPTIMIZER = "model.optimizer"
 _RATE = f"{_OPTIMIZER}.lr"
 _QUIET = ("--trainer.enable_progress_bar", "false")
-_INTERRUPTED = (130, 143)
+_INTERRUPTED = (129, 130, 143)
 
-Child = Callable[[list[str], Path, "str | None"], "tuple[int, str]"]
-"""Runs a command on a device and appends its output to a file; returns its exit code and its error message."""
+Child = Callable[[list[str], Path, "str | None", threading.Event], "tuple[int, str]"]
+"""Runs a command on a device and appends its output to a file, unless the sweep is stopping; returns its exit code and
+its error message."""
 
 
 def sweep(args: list[str]) -> None:
@@ -174,12 +175,14 @@ class Sweep:
     def run(self, cells: Sequence[Cell], *, test: bool = False) -> None:
         """Train all unfinished `cells`, and with `test` also test them."""
         with ThreadPoolExecutor(self._n_devices) as pool:
-            futures = [pool.submit(self._run_one, cell, test, f"[{i}/{len(cells)}]") for i, cell in enumerate(cells, 1)]
             try:
+                places = [f"[{i}/{len(cells)}]" for i in range(1, len(cells) + 1)]
+                futures = [pool.submit(self._run_one, cell, test, p) for cell, p in zip(cells, places, strict=True)]
                 for cell, future in zip(cells, futures, strict=True):
                     self.outcomes[cell] = future.result()
             except BaseException:
-                self._stopping.set()
+                with _starting:
+                    self._stopping.set()
                 pool.shutdown(wait=False, cancel_futures=True)
                 _terminate_children()
                 raise
@@ -228,10 +231,9 @@ class Sweep:
         """Run the command `args[0]` unless it is done. Return the reason for a failure."""
         if args[0] in self._done.get(str(cell), ()):
             return None
-        if self._stopping.is_set():
-            raise KeyboardInterrupt
         (self.folder / str(cell)).mkdir(parents=True, exist_ok=True)
-        code, message = self._child([*args, *self._common], self.folder / str(cell) / "output.txt", device)
+        log = self.folder / str(cell) / "output.txt"
+        code, message = self._child([*args, *self._common], log, device, self._stopping)
         if code in _INTERRUPTED:
             raise KeyboardInterrupt
         if code:
@@ -287,27 +289,36 @@ def read_record(path: Path) -> tuple[list[str], dict[str, list[str]], dict[str, 
 
 
 _children: set[subprocess.Popen[bytes]] = set()
+_starting = threading.Lock()
+"""Held while a child starts, and when a sweep begins to stop: it then starts no child that it does not stop."""
 
 
-def run_child(args: list[str], log: Path, device: str | None) -> tuple[int, str]:
+def run_child(args: list[str], log: Path, device: str | None, stopping: threading.Event) -> tuple[int, str]:
     """Run `lit-effattn` with `args` as a child process.
 
     Args:
         args: The command and its arguments.
         log: The file to which its output is appended.
         device: Its CUDA device, or None for the default.
+        stopping: Set by a sweep that stops.
 
     Returns:
         Its exit code, negative for the signal that killed it, and its error message.
+
+    Raises:
+        KeyboardInterrupt: If the sweep is stopping.
     """
     environment = {**os.environ, **({} if device is None else {"CUDA_VISIBLE_DEVICES": device})}
     with log.open("ab") as output:
         start = output.tell()
         command = [sys.executable, "-m", "lit_effattn.cli", *args]
-        child = subprocess.Popen(  # in its own session: Ctrl-C reaches only this process, which stops the child
-            command, stdout=output, stderr=subprocess.STDOUT, env=environment, start_new_session=True
-        )
-        _children.add(child)
+        with _starting:
+            if stopping.is_set():
+                raise KeyboardInterrupt
+            child = subprocess.Popen(  # in its own session: Ctrl-C reaches only this process, which stops the child
+                command, stdout=output, stderr=subprocess.STDOUT, env=environment, start_new_session=True
+            )
+            _children.add(child)
         try:
             code = child.wait()
         finally:
@@ -330,16 +341,22 @@ def _terminate_children() -> None:
 
 @contextmanager
 def _terminable() -> Iterator[None]:
-    """Treat SIGTERM as Ctrl-C, which also stops the child processes."""
+    """Treat SIGTERM and SIGHUP as Ctrl-C, which stops the children too, but ignore what nohup ignores."""
+    known = [getattr(signal, name) for name in ("SIGTERM", "SIGHUP") if hasattr(signal, name)]
+    previous = {number: handler for number in known if (handler := signal.getsignal(number)) != signal.SIG_IGN}
 
     def interrupt(*_: Any) -> None:
+        for number in previous:
+            signal.signal(number, signal.SIG_IGN)  # a closed terminal sends two, and the first is being obeyed
         raise KeyboardInterrupt
 
-    previous = signal.signal(signal.SIGTERM, interrupt)
     try:
+        for number in previous:
+            signal.signal(number, interrupt)
         yield
     finally:
-        signal.signal(signal.SIGTERM, previous)
+        for number, handler in previous.items():
+            signal.signal(number, handler)
 
 
 def _own_kinds(options: argparse.Namespace) -> list[str]:

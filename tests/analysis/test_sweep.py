@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 from pathlib import Path
 from statistics import mean, stdev
+from threading import Event
 from typing import Any
 
 import lightning.pytorch as pl
@@ -23,6 +24,7 @@ from lit_effattn.analysis.sweep import (
     _children,
     _devices,
     _rates,
+    _terminable,
     _terminate_children,
     parse_kind,
     read_record,
@@ -68,7 +70,7 @@ class Children:
         self.calls: list[list[str]] = []
         self.stopped: int | None = None
 
-    def __call__(self, args: list[str], log: Path, device: str | None) -> tuple[int, str]:
+    def __call__(self, args: list[str], log: Path, device: str | None, stopping: Event) -> tuple[int, str]:
         self.calls.append(args)
         try:
             with pytest.MonkeyPatch.context() as patch:
@@ -187,7 +189,7 @@ def test_a_record_of_other_flags_is_refused(swept):
 def test_two_classes_of_one_name_do_not_share_their_runs(tmp_path: Path):
     calls: list[list[str]] = []
 
-    def child(args: list[str], log: Path, device: str | None) -> tuple[int, str]:
+    def child(args: list[str], log: Path, device: str | None, stopping: Event) -> tuple[int, str]:
         calls.append(args)
         return 0, ""
 
@@ -227,7 +229,7 @@ def test_compare_shows_what_differs_and_what_it_costs(swept, monkeypatch, capsys
 
 
 def test_a_childs_error_is_returned(tmp_path):
-    code, message = run_child(["nonsense"], tmp_path / "output.txt", None)
+    code, message = run_child(["nonsense"], tmp_path / "output.txt", None, Event())
     assert code == 2
     assert message.startswith("'nonsense' is not a command")
 
@@ -271,7 +273,7 @@ def test_options_of_kinds():
 def test_commas_within_brackets_divide_no_kinds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     asked = []
 
-    def child(args: list[str], log: Path, device: str | None) -> tuple[int, str]:
+    def child(args: list[str], log: Path, device: str | None, stopping: Event) -> tuple[int, str]:
         asked.append(args)
         return 1, "not now"
 
@@ -369,7 +371,7 @@ def test_children_have_their_device_and_are_stopped_with_the_sweep(tmp_path: Pat
     start = subprocess.Popen
     monkeypatch.setattr(subprocess, "Popen", lambda command, **how: start([command[0], "-c", say], **how))
     with ThreadPoolExecutor(1) as pool:
-        result = pool.submit(run_child, ["fit"], tmp_path / "log", "3")
+        result = pool.submit(run_child, ["fit"], tmp_path / "log", "3", Event())
         # The child may write before the thread that started it has noted it.
         while not _children or not (tmp_path / "log").is_file() or not (tmp_path / "log").read_text():
             assert not result.done()
@@ -378,10 +380,57 @@ def test_children_have_their_device_and_are_stopped_with_the_sweep(tmp_path: Pat
     assert (tmp_path / "log").read_text() == "3\n"
 
 
+def test_a_sweep_that_is_stopping_starts_no_child(tmp_path: Path):
+    stopping = Event()
+    stopping.set()
+    with pytest.raises(KeyboardInterrupt):
+        run_child(["nonsense"], tmp_path / "log", None, stopping)
+
+
+def test_a_child_that_is_being_started_is_stopped_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    starting, codes, start = Event(), [], subprocess.Popen
+
+    def child(args: list[str], log: Path, device: str | None, stopping: Event) -> tuple[int, str]:
+        def slow(command: list[str], **how: Any) -> Any:
+            starting.set()
+            assert not stopping.wait(1)
+            return start([command[0], "-c", "import time; time.sleep(20)"], **how)
+
+        if "0.1" in args:
+            starting.wait(60)
+            raise OSError("no space left")
+        monkeypatch.setattr(subprocess, "Popen", slow)
+        codes.append(run_child(args, log, device, stopping)[0])
+        return 1, ""
+
+    monkeypatch.setattr("lit_effattn.analysis.sweep.ThreadPoolExecutor", ThreadPoolExecutor)  # `swept` replaces it
+    cells = [Cell("LinearAttention", rate, 0) for rate in (0.1, 0.2)]
+    with pytest.raises(OSError, match="no space left"):
+        Sweep(tmp_path, FLAGS, KINDS, ("0", "1"), child).run(cells)
+    assert codes == [-signal.SIGTERM]
+
+
+@pytest.mark.skipif(not hasattr(signal, "SIGHUP"), reason="Windows has no SIGHUP")
+def test_a_closed_terminal_interrupts_once_and_not_under_nohup(monkeypatch: pytest.MonkeyPatch):
+    before = signal.getsignal(signal.SIGHUP)
+    try:
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)
+        with _terminable():
+            with pytest.raises(KeyboardInterrupt):
+                signal.raise_signal(signal.SIGHUP)
+            signal.raise_signal(signal.SIGHUP)
+        assert signal.getsignal(signal.SIGHUP) == signal.SIG_DFL
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)
+        with _terminable():
+            signal.raise_signal(signal.SIGHUP)
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
 def test_what_is_trusted_is_trusted_in_tests_too(tmp_path: Path):
     calls: list[list[str]] = []
 
-    def child(args: list[str], log: Path, device: str | None) -> tuple[int, str]:
+    def child(args: list[str], log: Path, device: str | None, stopping: Event) -> tuple[int, str]:
         calls.append(args)
         folder = new_folder(tmp_path / "out" / str(cell), "2026-01-01_00-00-00") / "checkpoints"
         folder.mkdir()

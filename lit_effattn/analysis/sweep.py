@@ -413,17 +413,20 @@ def _class_name(kind: str) -> str:
 def _rates(text: str | None, files: Sequence[File]) -> list[float]:
     """Return the given learning rates, or those around the last one in the configurations."""
     if text is None:
-        values = [file.value(_RATE) for file in files]
-        rate = next((rate for rate in reversed(values) if isinstance(rate, (int, float))), None)
-        if rate is None:
+        found = [(file.path, rate) for file in files if isinstance(rate := file.value(_RATE), (int, float))]
+        if not found:
             raise ValueError(f"--config {files[-1].path} has no model.optimizer.lr; give the rates with --lr")
-        return [float(f"{factor * rate:.2g}") for factor in FACTORS]
-    try:
-        rates = [float(number) for number in text.split(",")]
-    except ValueError:
-        raise ValueError(f"--lr {text}: give numbers with commas between, as 3e-4,1e-3") from None
+        path, rate = found[-1]
+        given = f"--config {path}: {_RATE} {rate}"
+        rates = [float(rate if factor == 1 else f"{factor * rate:.2g}") for factor in FACTORS]
+    else:
+        given = f"--lr {text}"
+        try:
+            rates = [float(number) for number in text.split(",")]
+        except ValueError:
+            raise ValueError(f"{given}: give numbers with commas between, as 3e-4,1e-3") from None
     if not all(0 < rate < float("inf") for rate in rates):
-        raise ValueError(f"--lr {text}: rates must be positive")
+        raise ValueError(f"{given}: rates must be positive")
     return list(dict.fromkeys(rates))
 
 

@@ -84,9 +84,9 @@ def sweep(args: list[str]) -> None:
         raise ValueError(f"--kinds {options.kinds} names a kind twice; name each once")
     rates = _rates(options.lr, arguments.files)
     folder = Path(options.output or Path(ROOT, f"sweep_{Path(arguments.files[-1].path).stem}"))
-    devices = _devices(options.devices)
     if options.devices is not None and not torch.cuda.is_available():
         raise ValueError(f"--devices {options.devices}: torch finds no CUDA device; leave it out to run on the CPU")
+    devices = _devices(options.devices)
     runner = Sweep(folder, [*configs, *flags], kinds, devices, trust=options.trust)
     print(f"{len(kinds)} kinds, {len(rates)} rates with seed 0, then seeds 0 … {options.seeds - 1} at the best rate")
     with _terminable():
@@ -431,9 +431,16 @@ def _rates(text: str | None, files: Sequence[File]) -> list[float]:
 
 
 def _devices(text: str | None) -> list[str | None]:
+    """Return the devices by their names for CUDA_VISIBLE_DEVICES. Numbers count those that are visible now."""
     if text is None:
         return [None]
     devices = text.split(",")
     if not all(map(str.isdecimal, devices)) or len(set(devices)) < len(devices):
         raise ValueError(f"--devices {text}: give different numbers with commas between, as 0,1")
-    return [*devices]
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is None:
+        return [*devices]
+    names = visible.split(",")
+    if max(map(int, devices)) >= len(names):
+        raise ValueError(f"--devices {text}: CUDA_VISIBLE_DEVICES={visible} has only the devices 0 to {len(names) - 1}")
+    return [names[int(device)] for device in devices]

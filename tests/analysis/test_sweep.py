@@ -327,12 +327,17 @@ def test_rates():
             _rates(text, [])
 
 
-def test_devices():
+def test_devices(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     assert _devices(None) == [None]
     assert _devices("0,1") == ["0", "1"]
     for text in ("0,0", "0,", "a"):
         with pytest.raises(ValueError, match=f"--devices {text}"):
             _devices(text)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,GPU-5ab")
+    assert _devices("1,0") == ["GPU-5ab", "4"]
+    with pytest.raises(ValueError, match=r"--devices 0,2: CUDA_VISIBLE_DEVICES=4,GPU-5ab has only the devices 0 to 1"):
+        _devices("0,2")
 
 
 @pytest.mark.parametrize(

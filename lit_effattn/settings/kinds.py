@@ -121,24 +121,27 @@ def _default(parameter: inspect.Parameter) -> str:
 
 
 def _direction(kind: Any) -> str:
-    try:
-        kind(8, 2, False)
-    except ValueError:
-        return "causal"
-    except TypeError:  # it has options without a default
-        return "depends on its options"
-    return "causal, bidirectional"
+    if _layer(kind, causal=False) is not None:
+        return "causal, bidirectional"
+    return "depends on its options" if _layer(kind, causal=True) is None else "causal"
 
 
 def _state(kind: Any) -> str:
     """Return whether the state of a causal layer has a bounded size."""
-    try:
-        option = kind(8, 2, True).bounded_by
-    except TypeError:
+    layer = _layer(kind, causal=True)
+    if layer is None:
         return "depends on its options"
-    if option is None:
+    if layer.bounded_by is None:
         return "bounded"
-    return f"grows, unless {option} is given" if option else "grows"
+    return f"grows, unless {layer.bounded_by} is given" if layer.bounded_by else "grows"
+
+
+def _layer(kind: Any, *, causal: bool) -> Attention | None:
+    """Return a small layer, or None if the kind needs other sizes, or has options without a default."""
+    try:
+        return kind(8, 2, causal)
+    except Exception:  # the user's kind may raise any exception
+        return None
 
 
 def _cross(name: str) -> str:

@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import yaml
@@ -72,6 +73,34 @@ def test_the_options_of_a_kind_are_described(capsys: pytest.CaptureFixture[str])
     assert printed(capsys, "kinds", "softmax") == text
     assert "'LinearAtention'; there are CompressiveAttention, " in fails(capsys, "kinds", "LinearAtention", code=2)
     assert "'delta' is ambiguous: give one of DeltaNetAttention, Gated" in fails(capsys, "kinds", "delta", code=2)
+
+
+@pytest.mark.parametrize(
+    ("refusal", "direction", "state"),
+    [
+        (
+            "if d_model < 32: raise ValueError('too small')",
+            "depends on its options",
+            "depends on its options",
+        ),
+        ("assert d_model >= 32", "depends on its options", "depends on its options"),
+        ("assert causal", "causal", "bounded"),
+    ],
+)
+def test_an_own_kind_that_refuses_a_small_layer(
+    refusal: str, direction: str, state: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys
+):
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "choosy", raising=False)
+    (tmp_path / "choosy.py").write_text(
+        "from lit_effattn.attention import LinearAttention\n"
+        "class Choosy(LinearAttention):\n"
+        "    def __init__(self, d_model, n_heads, causal):\n"
+        f"        {refusal}\n"
+        "        super().__init__(d_model, n_heads, causal)\n"
+    )
+    said = printed(capsys, "kinds", "choosy.Choosy")
+    assert f"  direction: {direction}; state: {state}; cross-attention: none\n" in f"{said}\n"
 
 
 @pytest.mark.parametrize("args", [["configs"], ["configs", "digits_linear", "stdlib_xl"], ["--help"]])

@@ -32,10 +32,10 @@ def read_prompts(path: Path) -> list[Prompt]:
         ValueError: If the file is not UTF-8, a line is something else, or there is no prompt.
     """
     try:
-        lines = regular(path).read_text(encoding="utf-8").split("\n")
+        lines = regular(path).read_text(encoding="utf-8-sig").split("\n")
     except UnicodeDecodeError as error:
         raise ValueError(f"{path} is not UTF-8: {error.reason} at byte {error.start}") from error
-    is_json = path.suffix == ".jsonl"
+    is_json = path.suffix.lower() == ".jsonl"
     prompts = [_parsed(s, f"{path}:{i}") if is_json else Prompt(s) for i, s in enumerate(lines, 1) if s.strip()]
     if not prompts:
         raise ValueError(f"{path} has no prompts; write one a line")

@@ -22,6 +22,11 @@ def test_a_line_of_jsonl(tmp_path: Path):
     assert read_prompts(path) == [Prompt("a\nb"), Prompt("c", 3), Prompt("")]
 
 
+def test_a_byte_order_mark_and_the_case_of_the_name_do_not_matter(tmp_path: Path):
+    assert read_prompts(written(tmp_path, "\ufeffa".encode())) == [Prompt("a")]
+    assert read_prompts(written(tmp_path, '\ufeff"a"'.encode(), "X.JSONL")) == [Prompt("a")]
+
+
 @pytest.mark.parametrize(
     ("line", "message"),
     [

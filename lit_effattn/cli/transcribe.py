@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import signal
 import sys
-from collections.abc import Iterator
+from argparse import Namespace
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from lit_effattn.checkpoints.io import read_checkpoint
+from lit_effattn.checkpoints.printable import printable
 from lit_effattn.checkpoints.runs import find_checkpoint, short
 from lit_effattn.checks import at_least
 from lit_effattn.datamodules.common.files import regular
@@ -18,7 +22,12 @@ from lit_effattn.settings import parsers
 from lit_effattn.tasks.ctc import BeamDecoder
 from lit_effattn.tasks.kept_states import check_replaceable, load_stream, save_stream
 from lit_effattn.tasks.speech import SpeechRecognizer
-from lit_effattn.tasks.speech_stream import SpeechStream, stream_features
+from lit_effattn.tasks.speech_stream import RecognizedPhone, SpeechStream, stream_features
+
+_BY_BLOCK = (
+    "warning: the phones may depend on --block_ms, since a position of this model sees all of its block; train "
+    "TransformerXLAttention with same_length: true"
+)
 
 
 def transcribe(args: list[str]) -> None:
@@ -50,31 +59,56 @@ def transcribe(args: list[str]) -> None:
     if given.state is not None:
         load_stream(stream, regular(Path(given.state)))
     if given.save_state is not None:
-        save_stream(stream, Path(given.save_state))  # an error now, not after an hour
-    blocks = _sound(given.input, banks.sample_rate, block_ms)
-    for samples, last in _with_last(blocks) if given.save_state is None else ((block, False) for block in blocks):
-        for phone in stream(samples, last=last):
-            if given.times:
-                print(f"{phone.start:.2f}\t{phone.phone}\t{phone.confidence:.2f}", flush=True)
-            else:
-                print(phone.phone, end=" ", flush=True)
+        _ = stream.kept  # a beam search raises now, not after an hour
+    if any(getattr(module, "depends_on_split", False) for module in model.backbone.modules()):
+        print(_BY_BLOCK, file=sys.stderr)
+    try:
+        for samples in _sound(given.input, banks.sample_rate, block_ms):
+            with _uninterrupted():
+                _print(stream(samples), times=given.times)
+    except KeyboardInterrupt:
+        if given.save_state is None or stream.kept.samples is not None:  # not None: something was heard
+            _finish(stream, given)
+        raise
+    _finish(stream, given)
+
+
+def _print(phones: Iterable[RecognizedPhone], *, times: bool) -> None:
+    for phone in phones:
+        name = printable(phone.phone, one_line=True)
+        if times:
+            print(f"{phone.start:.2f}\t{name}\t{phone.confidence:.2f}", flush=True)
+        else:
+            print(name, end=" ", flush=True)
+
+
+def _finish(stream: SpeechStream, given: Namespace) -> None:
+    """Print the last phones, or save where the stream stands."""
+    if given.save_state is None:
+        _print(stream(torch.zeros(0), last=True), times=given.times)
     if not given.times:
         print()
     if given.save_state is not None:
         save_stream(stream, Path(given.save_state))
 
 
+@contextmanager
+def _uninterrupted() -> Iterator[None]:
+    """Let Ctrl-C wait for the end of the block, since half a step would leave a stream that stands nowhere."""
+    received = list[int]()
+    before = signal.signal(signal.SIGINT, lambda number, frame: received.append(number))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+    if received:
+        signal.raise_signal(signal.SIGINT)
+
+
 def _sound(name: str, sample_rate: int, block_ms: int) -> Iterator[Tensor]:
     block = max(1, sample_rate * block_ms // 1000)
-    return (
-        stream_pcm(sys.stdin.buffer, sample_rate, block)
-        if name == "-"
-        else stream_audio(Path(name), sample_rate, block)
-    )
-
-
-def _with_last(blocks: Iterator[Tensor]) -> Iterator[tuple[Tensor, bool]]:
-    """Yield the blocks, and then an empty one as the last: a pipe does not say in advance that it ends."""
-    for block in blocks:
-        yield block, False
-    yield torch.zeros(0), True
+    if name != "-":
+        return stream_audio(Path(name), sample_rate, block)
+    if sys.stdin is None:
+        raise ValueError("-: the standard input is closed; send the sound through a pipe, or name a file")
+    return stream_pcm(sys.stdin.buffer, sample_rate, block)

@@ -129,7 +129,8 @@ def transcribe() -> argparse.ArgumentParser:
     made.add_argument(
         "--save_state",
         metavar="FILE",
-        help="At the end of the input write where the stream stands. It does not end: --state goes on with more sound.",
+        help="At the end of the input, or after Ctrl-C, write where the stream stands. It does not end: --state goes "
+        "on with more sound.",
     )
     made.add_argument(
         "--state",

@@ -120,11 +120,12 @@ def check_causal(model: SpeechRecognizer) -> None:
 class SpeechStream:
     """Recognises phones in a stream of samples.
 
-    The phones are those that the decoder finds in the whole recording, for any division into pieces: an output never
-    changes later. `GreedyDecoder` returns a phone as soon as its first frame is known, `BeamDecoder` when all
-    hypotheses of its search agree on it. The delay of a frame is that of a frame of the filterbanks (25 ms), the front
-    end's `context` and `factor`, and the model's `look_ahead`. The memory is that of the backbone's state, constant for
-    kinds whose state is bounded, and of the search.
+    An output never changes later. The phones are those that the decoder finds in the whole recording, for any division
+    into pieces, unless a module of the backbone has `depends_on_split`: TransformerXLAttention without `same_length`,
+    where a position sees all of its piece. `GreedyDecoder` returns a phone as soon as its first frame is known,
+    `BeamDecoder` when all hypotheses of its search agree on it. The delay of a frame is that of a frame of the
+    filterbanks (25 ms), the front end's `context` and `factor`, and the model's `look_ahead`. The memory is that of the
+    backbone's state, constant for kinds whose state is bounded, and of the search.
 
     Attributes:
         state: The state of the backbone. None: nothing was read.

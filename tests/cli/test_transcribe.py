@@ -2,6 +2,7 @@
 
 import io
 import json
+import signal
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,6 +12,7 @@ import pytest
 import soundfile
 import torch
 import yaml
+from safetensors.torch import load_file
 
 from lit_effattn.cli import main
 from lit_effattn.tasks.speech_stream import SpeechStream
@@ -107,6 +109,113 @@ def test_a_stream_goes_on_from_a_saved_state(tmp_path: Path, capsys: pytest.Capt
         (["--state", file, "--normalize", "running"], "a stream with other options"),
     ):
         assert words in fails(capsys, "transcribe", *TRUST, "--ckpt_path", "last", RECORDING, *args)
+
+
+class Microphone(io.BytesIO):
+    """A pipe that Ctrl-C ends."""
+
+    def read(self, size: int | None = -1, /) -> bytes:
+        data = super().read(size)
+        if size and not data:
+            raise KeyboardInterrupt
+        return data
+
+
+def interrupted(capsys: pytest.CaptureFixture[str], *args: str) -> str:
+    with pytest.raises(SystemExit) as stopped:
+        transcribed(capsys, "--times", *args)
+    assert stopped.value.code == 130
+    return capsys.readouterr().out
+
+
+def test_ctrl_c_ends_a_microphone(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
+    """It ends the stream, which prints the last phones, or saves what was heard."""
+    file, data, log_probs, ends = (
+        tmp_path / "s.state",
+        Path(RECORDING).read_bytes(),
+        SpeechStream.log_probs,
+        list[bool](),
+    )
+    monkeypatch.setattr(
+        SpeechStream, "log_probs", lambda self, x, last=False: ends.append(last) or log_probs(self, x, last=last)
+    )
+    rows = transcribed(capsys, RECORDING, "--times")
+    transcribed(capsys, RECORDING, "--save_state", str(file))
+    whole = load_file(file)
+    file.unlink()
+    for args in ([], ["--save_state", str(file)]):
+        monkeypatch.setattr(sys, "stdin", SimpleNamespace(buffer=Microphone(data)))
+        assert interrupted(capsys, "-", *args) == rows
+        assert ends[-1] == (not args)
+    assert [*load_file(file)["counts"]] == [*whole["counts"]]
+    before = file.read_bytes()
+    monkeypatch.setattr(sys, "stdin", SimpleNamespace(buffer=Microphone()))
+    assert interrupted(capsys, "-", "--save_state", str(file)).strip() == ""
+    assert file.read_bytes() == before
+
+
+def test_ctrl_c_within_a_block_waits_for_its_end(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    file, log_probs, n = str(tmp_path / "s.state"), SpeechStream.log_probs, list[int]()
+    samples, rate = soundfile.read(RECORDING)
+    soundfile.write(tmp_path / "rest.wav", samples[rate // 5 :], rate)
+    whole = transcribed(capsys, RECORDING, "--times")
+
+    def stopped(self: SpeechStream, samples: torch.Tensor, last: bool = False) -> torch.Tensor:
+        n.append(len(samples))
+        if len(n) == 2:
+            signal.raise_signal(signal.SIGINT)
+        return log_probs(self, samples, last=last)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(SpeechStream, "log_probs", stopped)
+        first = interrupted(capsys, RECORDING, "--block_ms", "100", "--save_state", file)
+    assert n == [rate // 10] * 2
+    assert first + transcribed(capsys, str(tmp_path / "rest.wav"), "--times", "--state", file) == whole
+
+
+def test_a_bad_input_leaves_the_saved_state(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    file = tmp_path / "s.state"
+    transcribed(capsys, RECORDING, "--save_state", str(file))
+    before = file.read_bytes()
+    args = ["transcribe", *TRUST, "--ckpt_path", "last", "nosuch.wav", "--save_state", str(file)]
+    assert "there is no such file" in fails(capsys, *args)
+    assert file.read_bytes() == before
+
+
+def test_a_closed_input(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(sys, "stdin", None)
+    message = fails(capsys, "transcribe", *TRUST, "--ckpt_path", "last", "-")
+    assert "-: the standard input is closed; send the sound through a pipe, or name a file" in message
+
+
+def test_names_of_phones_do_not_control_the_terminal(capsys: pytest.CaptureFixture[str], folder: Path):
+    checkpoint = torch.load(next(folder.rglob("last.ckpt")), weights_only=True)
+    phones = checkpoint["hyper_parameters"]["phones"]
+    checkpoint["hyper_parameters"]["phones"] = type(phones)(f"\x1b[2J{phone}\n" for phone in phones)
+    torch.save(checkpoint, "hostile.ckpt")
+    capsys.readouterr()
+    for times in ([], ["--times"]):
+        main(["transcribe", *TRUST, "--ckpt_path", "hostile.ckpt", RECORDING, *times])
+        shown = capsys.readouterr().out
+        assert r"\x1b[2J" in shown
+        assert "\x1b" not in shown
+        assert r"\n" in shown
+
+
+def test_a_model_whose_phones_depend_on_the_blocks_is_said_to_be(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    transcribed(capsys, RECORDING)
+    main(["transcribe", *TRUST, "--ckpt_path", "last", RECORDING])
+    assert "block_ms" not in capsys.readouterr().err
+    args = ["--model.backbone.causal", "true", "--trainer.max_epochs", "1", "--trainer.default_root_dir", str(tmp_path)]
+    kind = ["--model.backbone.attention", "TransformerXLAttention", "--model.backbone.attention.mem_len", "8"]
+    main(["fit", "--config", "speech.yaml", *args, *kind])
+    capsys.readouterr()
+    main(["transcribe", *TRUST, "--ckpt_path", str(next(tmp_path.rglob("last.ckpt"))), RECORDING])
+    said = capsys.readouterr().err
+    assert said.count("the phones may depend on --block_ms") == 1
+    assert "same_length: true" in said
 
 
 def test_features_that_look_ahead_need_a_choice(capsys: pytest.CaptureFixture[str], folder: Path):

@@ -142,6 +142,8 @@ def _write(
         mode = part.stat().st_mode  # safetensors lets the owner alone read its files
         save_file(leaves, part, {_METADATA: json.dumps(about)})
         part.chmod(mode)
+        with part.open("rb+") as file:  # a power cut can't leave an empty file
+            os.fsync(file.fileno())
 
 
 def _read(
@@ -212,11 +214,32 @@ def _leaves(state: State, name: str = "state") -> Iterator[tuple[str, Tensor]]:
 
 def _filled(like: State, leaves: dict[str, Tensor], path: Path) -> State:
     """Return a state of the structure of `like` with the tensors `leaves`, which were read from `path`."""
-    names = [name for name, _ in _leaves(like)]
-    if leaves.keys() != {*names}:
+    examples = dict(_leaves(like))
+    if leaves.keys() != examples.keys():
         raise ValueError(f"{path} is a state of other sizes: give the options of memory with which it was written")
-    in_order = iter(names)
-    return map_tensors(lambda _: leaves[next(in_order)], like)
+    for name, example in examples.items():
+        _check(leaves[name], example, f"{path}: {name}")
+    in_order = iter(examples)
+    state = map_tensors(lambda _: leaves[next(in_order)], like)
+    if any(int(length.min()) < 0 for length in _lengths(state) if len(length)):
+        raise DamagedError(f"{path} is not a saved state: a length in it is negative; write it again")
+    return state
+
+
+def _check(t: Tensor, like: Tensor, name: str) -> None:
+    """Raise DamagedError unless `t` has the type and dimensions of `like`, the smallest tensor of its place."""
+    if t.dtype != like.dtype or t.dim() != like.dim() or any(n < m for n, m in zip(t.shape, like.shape, strict=True)):
+        raise DamagedError(
+            f"{name} is {t.dtype} of shape {tuple(t.shape)}, and not {like.dtype} of at least {tuple(like.shape)}: it "
+            "is not a saved state; write it again"
+        )
+
+
+def _lengths(state: State) -> Iterator[Tensor]:
+    """Yield the numbers of positions that a state has read."""
+    if isinstance(state, tuple):
+        for name, part in zip(getattr(state, "_fields", [""] * len(state)), state, strict=True):
+            yield from [part] if name == "length" else _lengths(part)
 
 
 def _sizes(backbone: SequenceModule) -> list[list[Any]]:

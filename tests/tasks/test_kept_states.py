@@ -1,4 +1,6 @@
 import json
+import os
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -209,6 +211,36 @@ def test_other_files_are_refused_and_kept(tmp_path: Path):
     with pytest.raises(FileExistsError, match="exists and is not a saved state"):
         save_state(kept_after(model, PROMPT, 1)[1], other, model, model.backbone)
     assert other.read_text() == "mine"
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda t: t - 100 if t.dtype == torch.long else t, "a length in it is negative"),
+        (lambda t: t.to(torch.uint8), "is torch.uint8 of shape"),
+        (lambda t: t[..., :1] if t.dim() > 2 else t, "of at least"),
+        (lambda t: t[..., None], "of shape"),
+    ],
+    ids=["length", "type", "column", "dimensions"],
+)
+def test_tensors_of_another_program_are_refused(
+    change: Callable[[torch.Tensor], torch.Tensor], message: str, tmp_path: Path
+):
+    """Also with a checksum that fits."""
+    model = made()
+    _, kept = kept_after(model, PROMPT, 2)
+    save_state(
+        replace(kept, state=sequence.map_tensors(change, kept.state)), tmp_path / "s.state", model, model.backbone
+    )
+    with pytest.raises(DamagedError, match=message):
+        load_state(tmp_path / "s.state", model, model.backbone)
+
+
+def test_a_state_reaches_the_disk_before_its_name_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    model, synced, fsync = made(), list[bool](), os.fsync
+    monkeypatch.setattr(os, "fsync", lambda file: synced.append((tmp_path / "s.state").exists()) or fsync(file))
+    written(tmp_path, model)
+    assert synced == [False]
 
 
 def test_the_fingerprint_is_of_names_types_and_bytes():

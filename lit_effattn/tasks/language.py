@@ -803,7 +803,7 @@ def _prompt(prompt: str | None, prompt_file: str | None) -> str:
     if prompt is not None:
         raise ValueError("--prompt and --prompt_file were both given; give only one")
     try:
-        return regular(Path(prompt_file)).read_text(encoding="utf-8")
+        return regular(Path(prompt_file)).read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:
         raise ValueError(f"--prompt_file {prompt_file} is not UTF-8: {error.reason} at byte {error.start}") from error
 

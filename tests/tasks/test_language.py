@@ -1,6 +1,7 @@
 import math
 from functools import partial
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -22,7 +23,7 @@ from lit_effattn.datamodules.common.tokens import IGNORE, TokenBatch
 from lit_effattn.datamodules.text.streams import TokenStreams
 from lit_effattn.datamodules.text.tokenizers import BPETokenizer, ByteTokenizer
 from lit_effattn.sequence import losses
-from lit_effattn.tasks import LanguageModel
+from lit_effattn.tasks import LanguageModel, language
 from tests.callbacks.tiny import trainer
 
 V = 6
@@ -379,3 +380,8 @@ def test_packed_documents_are_scored_as_apart(attention: Any):
         nll[packed] = torch.cat(scored)
     assert len(nll[True]) == sum(sizes)
     torch.testing.assert_close(nll[True], nll[False], rtol=1e-10, atol=1e-12)
+
+
+def test_a_byte_order_mark_is_no_part_of_a_prompt(tmp_path: Path):
+    (tmp_path / "prompt.txt").write_text("def main(", encoding="utf-8-sig")
+    assert language._prompt(None, str(tmp_path / "prompt.txt")) == "def main("

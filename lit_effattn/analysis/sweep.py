@@ -413,10 +413,10 @@ def _class_name(kind: str) -> str:
 def _rates(text: str | None, files: Sequence[File]) -> list[float]:
     """Return the given learning rates, or those around the last one in the configurations."""
     if text is None:
-        found = [(file.path, rate) for file in files if isinstance(rate := file.value(_RATE), (int, float))]
-        if not found:
+        configured = [(file.path, rate) for file in files if isinstance(rate := file.value(_RATE), (int, float))]
+        if not configured:
             raise ValueError(f"--config {files[-1].path} has no model.optimizer.lr; give the rates with --lr")
-        path, rate = found[-1]
+        path, rate = configured[-1]
         given = f"--config {path}: {_RATE} {rate}"
         rates = [float(rate if factor == 1 else f"{factor * rate:.2g}") for factor in FACTORS]
     else:

@@ -10,8 +10,8 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from lit_effattn.generation import row_products
 
-SHAPES = list(product((1, 3, 4, 7, 64), (1, 5, 8, 19, 128)))
-"""N, K: with a last group of fewer rows, and with a rest that is shorter than a vector."""
+SHAPES = list(product((1, 3, 4, 7, 64), (1, 5, 8, 19, 75, 128)))
+"""N, K: whole steps of four vectors, single vectors, and a rest that is shorter than a vector."""
 
 needs_avx2 = pytest.mark.skipif(not row_products.options(), reason="the processor has no AVX2")
 

@@ -246,7 +246,7 @@ def _overwritten(graph: torch.fx.Graph) -> set[torch.fx.Node]:
 
 
 def _key(exported: torch.export.ExportedProgram) -> str:
-    """Return a hash of the program: operations, their arguments, shapes, types and layouts, and what compiles it."""
+    """Return a hash of the program (operations, arguments, shapes, types, layouts), PyTorch and the processor."""
     lines = [torch.__version__, _processor(), torch.backends.cpu.get_cpu_capability(), str(torch.get_num_threads())]
     lines += [str(exported.graph_signature), row_products.FUNCTION]
     for node in exported.graph.nodes:

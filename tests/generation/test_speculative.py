@@ -305,6 +305,13 @@ def test_ngrams_continue_the_latest_of_the_longest_places():
         NGrams(shortest=2, longest=1)
 
 
+def test_no_more_is_proposed_than_is_drawn():
+    """Else a large `n_draft` would allocate that many columns."""
+    made, prompt = small(), torch.zeros(1, 2, dtype=torch.long)
+    result = speculate(*made, prompt, 3, made, n_draft=10**12)
+    assert torch.equal(result.tokens, speculate(*made, prompt, 3, made, n_draft=3).tokens)
+
+
 def test_what_does_not_go_together():
     made, prompt = small(), torch.zeros(1, 2, dtype=torch.long)
     with pytest.raises(ValueError, match="n_draft=0 must be at least 1"):

@@ -1,6 +1,7 @@
 """The kinds with a recurrent state: against other libraries on the same weights, sizes, weights, and shared parts."""
 
 import importlib
+import inspect
 
 import pytest
 import torch
@@ -37,7 +38,11 @@ def layer(model: str, name: str, **sizes):
         config_module = importlib.import_module(f"transformers.models.{model}.configuration_{model}")
     except ImportError:
         pytest.skip(f"this version of transformers has no {model}")
-    config = next(v for k, v in vars(config_module).items() if k.lower() == f"{model.replace('_', '')}config")(**sizes)
+    for attribute, function in list(vars(module).items()):
+        if inspect.isfunction(function):  # fla's in its place, where that is installed, needs a GPU
+            setattr(module, attribute, inspect.unwrap(function))
+    names = [model.replace("_", "") + config for config in ("config", "textconfig")]
+    config = next(v for k, v in vars(config_module).items() if k.lower().replace("_", "") in names)(**sizes)
     torch.manual_seed(0)
     theirs = getattr(module, name)(config, layer_idx=0)
     for parameter in theirs.parameters():
@@ -45,11 +50,16 @@ def layer(model: str, name: str, **sizes):
     return theirs, importlib.import_module("transformers").DynamicCache(config=config)
 
 
+QWEN3 = {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 3, "linear_value_head_dim": 5}
+
+
+def of_qwen3():
+    return GatedDeltaNetAttention(E, H, qk_dim=3, head_dim=5, n_qk_heads=2, norm_eps=3e-6)  # ε D_qk
+
+
 def qwen3_next():
-    sizes = {"linear_num_key_heads": 2, "linear_num_value_heads": 4}
-    sizes |= {"linear_key_head_dim": 3, "linear_value_head_dim": 5}
-    theirs, cache = layer("qwen3_next", "Qwen3NextGatedDeltaNet", hidden_size=E, **sizes, **HYBRID)
-    ours = GatedDeltaNetAttention(E, H, qk_dim=3, head_dim=5, n_qk_heads=2, norm_eps=3e-6)  # ε D_qk
+    theirs, cache = layer("qwen3_next", "Qwen3NextGatedDeltaNet", hidden_size=E, **QWEN3, **HYBRID)
+    ours = of_qwen3()
 
     def same() -> dict[Tensor, Tensor]:
         q, k, v, z = theirs.in_proj_qkvz.weight.unflatten(0, (2, -1)).split([3, 3, 10, 10], 1)
@@ -61,6 +71,29 @@ def qwen3_next():
             ours.gate_proj.weight: z,
             ours.beta_proj.weight: b,
             ours.decay_proj.weight: a,
+            ours.a_log: theirs.A_log,
+            ours.dt_bias: theirs.dt_bias,
+            ours.convolution.weight: kernel(theirs.conv1d),
+            ours.norm.gain: theirs.norm.weight,
+            ours.out_proj.weight: theirs.out_proj.weight,
+        }
+
+    return theirs, cache, ours, same
+
+
+def qwen3_5():
+    theirs, cache = layer("qwen3_5", "Qwen3_5GatedDeltaNet", hidden_size=E, **QWEN3, **HYBRID)
+    ours = of_qwen3()
+
+    def same() -> dict[Tensor, Tensor]:
+        q, k, v = theirs.in_proj_qkv.weight.split([6, 6, 20])
+        return {
+            ours.q_proj.weight: q,
+            ours.k_proj.weight: k,
+            ours.v_proj.weight: v,
+            ours.gate_proj.weight: theirs.in_proj_z.weight,
+            ours.beta_proj.weight: theirs.in_proj_b.weight,
+            ours.decay_proj.weight: theirs.in_proj_a.weight,
             ours.a_log: theirs.A_log,
             ours.dt_bias: theirs.dt_bias,
             ours.convolution.weight: kernel(theirs.conv1d),
@@ -179,11 +212,14 @@ def relative(a: Tensor, b: Tensor) -> float:
     return float((a.double() - b.double()).abs().max() / b.abs().max())
 
 
-@pytest.mark.parametrize("peer", [qwen3_next, olmo_hybrid, kimi_linear, mamba2])
+@pytest.mark.parametrize("peer", [qwen3_next, qwen3_5, olmo_hybrid, kimi_linear, mamba2])
 @pytest.mark.filterwarnings("ignore")
 def test_layers_of_transformers(peer):
-    """Their recurrences compute in float32, whatever the layer has."""
-    assert max(differences(peer, torch.float64).values()) < 2e-5
+    """Theirs compute in float32. In float32 ours has rounding errors too: each has 1e-5 in the gradient of q_proj."""
+    for dtype, most in ((torch.float32, 5e-5), (torch.float64, 2e-5)):
+        found = differences(peer, dtype)
+        print(f"| {peer.__name__} | {dtype} | " + " | ".join(f"{x:.1e}" for x in found.values()) + " |")
+        assert max(found.values()) < most
 
 
 # ------------------------------------------------------------------------------------------------------------- weights

@@ -1,7 +1,8 @@
-"""Outputs, states and gradients of other libraries' forms in PyTorch, on the same numbers.
+"""Outputs, states and gradients of the definition and of other libraries' forms in PyTorch, on the same numbers.
 
 transformers is in the development environment, the others in benchmarks/requirements-peers.txt. fla-core does not
-import without a GPU; its naive forms are loaded by their paths. Only attn-gym's gated delta rule computes in float64.
+import without a GPU; its naive forms are loaded by their paths. Of the other libraries' forms only attn-gym's gated
+delta rule computes in float64. `pytest -rP` prints the differences, which docs/kinds.md has.
 """
 
 import importlib
@@ -15,7 +16,7 @@ import pytest
 import torch
 
 from lit_effattn.ops.gated_linear.pytorch import gated_linear_attention
-from tests.support.gated_linear import by_position, inputs
+from tests.support.gated_linear import by_position, definition, inputs
 from tests.support.kernels import gradients
 
 N, D, DV = 128, 16, 8
@@ -39,12 +40,22 @@ def fla(operation: str) -> Any:
     return module
 
 
-class Peer(NamedTuple):
-    """A function of q, k, v, S, logarithms of decays and β with heads after positions, and what its options are."""
+class Kind(NamedTuple):
+    """The decays of a kind (see `tests.support.gated_linear.DECAYS`), and whether it has the delta rule."""
 
-    call: Callable[..., Any]
     decay: str
     delta: bool
+
+
+RETENTION, GLA, MAMBA2 = Kind("fixed", False), Kind("channel", False), Kind("head", False)
+DELTANET, GATED_DELTANET, KDA = Kind("none", True), Kind("head", True), Kind("channel", True)
+
+
+class Peer(NamedTuple):
+    """A function of q, k, v, S, logarithms of decays and β with heads after positions, and the kind it computes."""
+
+    call: Callable[..., Any]
+    kind: Kind
     exact: bool = False  # computes in float64
     transposed: bool = False  # its state is (B, H, D', D)
 
@@ -54,6 +65,13 @@ OPTIONS = {"scale": 1.0, "output_final_state": True}
 
 def by_head(*tensors):
     return [t.transpose(1, 2) for t in tensors]
+
+
+def defined(*arguments):
+    q, k, v, s, g, beta = (t if t is None else t.double() for t in arguments)
+    g, beta = (t if t is None or t.dim() == 1 else t.transpose(1, 2) for t in (g, beta))
+    y, s = definition(*by_head(q, k, v), s, log_decay=g, beta=beta)
+    return y.transpose(1, 2), s
 
 
 def fla_gla(q, k, v, s, g, beta):
@@ -74,6 +92,11 @@ def fla_of(operation: str, name: str, *order: str):
     return call
 
 
+def fla_retention(q, k, v, s, g, beta):
+    g = g.expand(*q.shape[:3])
+    return fla("simple_gla").naive_recurrent_simple_gla(q, k, v, g=g, initial_state=s, **OPTIONS)
+
+
 def attn_gym(name: str):
     def call(q, k, v, s, g, beta):
         return getattr(imported("attn_gym.linear"), name)(q, k, v, g, beta, s, impl="reference", **OPTIONS)
@@ -91,24 +114,31 @@ def transformers(name: str):
 
 
 PEERS = {
-    "fla, gla": Peer(fla_gla, "channel", False),
-    "fla, simple_gla": Peer(fla_of("simple_gla", "naive_recurrent_simple_gla", "g"), "head", False),
-    "fla, simple_gla in chunks": Peer(fla_of("simple_gla", "naive_chunk_simple_gla", "g"), "head", False),
-    "fla, delta_rule": Peer(fla_delta, "none", True),
-    "fla, gated_delta_rule": Peer(
-        fla_of("gated_delta_rule", "naive_recurrent_gated_delta_rule", "g", "beta"), "head", True
+    "retention, definition": Peer(defined, RETENTION, exact=True),
+    "retention, fla": Peer(fla_retention, RETENTION),
+    "GLA, definition": Peer(defined, GLA, exact=True),
+    "GLA, fla": Peer(fla_gla, GLA),
+    "Mamba-2, definition": Peer(defined, MAMBA2, exact=True),
+    "Mamba-2, fla": Peer(fla_of("simple_gla", "naive_recurrent_simple_gla", "g"), MAMBA2),
+    "Mamba-2, fla in chunks": Peer(fla_of("simple_gla", "naive_chunk_simple_gla", "g"), MAMBA2),
+    "DeltaNet, definition": Peer(defined, DELTANET, exact=True),
+    "DeltaNet, fla": Peer(fla_delta, DELTANET),
+    "Gated DeltaNet, definition": Peer(defined, GATED_DELTANET, exact=True),
+    "Gated DeltaNet, fla": Peer(
+        fla_of("gated_delta_rule", "naive_recurrent_gated_delta_rule", "g", "beta"), GATED_DELTANET
     ),
-    "fla, gated_delta_rule in chunks": Peer(
-        fla_of("gated_delta_rule", "naive_chunk_gated_delta_rule", "g", "beta"), "head", True
+    "Gated DeltaNet, fla in chunks": Peer(
+        fla_of("gated_delta_rule", "naive_chunk_gated_delta_rule", "g", "beta"), GATED_DELTANET
     ),
-    "fla, kda": Peer(fla_of("kda", "naive_recurrent_kda", "g", "beta"), "channel", True),
-    "fla, kda in chunks": Peer(fla_of("kda", "naive_chunk_kda", "g", "beta"), "channel", True),
-    "attn-gym, gdn": Peer(attn_gym("recurrent_gdn"), "head", True, exact=True, transposed=True),
-    "attn-gym, gdn in chunks": Peer(attn_gym("chunk_gdn"), "head", True, exact=True, transposed=True),
-    "attn-gym, kda": Peer(attn_gym("recurrent_kda"), "channel", True, transposed=True),
-    "attn-gym, kda in chunks": Peer(attn_gym("chunk_kda"), "channel", True, transposed=True),
-    "transformers, gated_delta_rule": Peer(transformers("torch_recurrent_gated_delta_rule"), "head", True),
-    "transformers, gated_delta_rule in chunks": Peer(transformers("torch_chunk_gated_delta_rule"), "head", True),
+    "Gated DeltaNet, attn-gym": Peer(attn_gym("recurrent_gdn"), GATED_DELTANET, exact=True, transposed=True),
+    "Gated DeltaNet, attn-gym in chunks": Peer(attn_gym("chunk_gdn"), GATED_DELTANET, exact=True, transposed=True),
+    "Gated DeltaNet, transformers": Peer(transformers("torch_recurrent_gated_delta_rule"), GATED_DELTANET),
+    "Gated DeltaNet, transformers in chunks": Peer(transformers("torch_chunk_gated_delta_rule"), GATED_DELTANET),
+    "KDA, definition": Peer(defined, KDA, exact=True),
+    "KDA, fla": Peer(fla_of("kda", "naive_recurrent_kda", "g", "beta"), KDA),
+    "KDA, fla in chunks": Peer(fla_of("kda", "naive_chunk_kda", "g", "beta"), KDA),
+    "KDA, attn-gym": Peer(attn_gym("recurrent_kda"), KDA, transposed=True),
+    "KDA, attn-gym in chunks": Peer(attn_gym("chunk_kda"), KDA, transposed=True),
 }
 
 
@@ -117,13 +147,14 @@ def differences(peer: Peer, dtype: torch.dtype) -> dict[str, float]:
 
     A peer that is not exact computes in float32, from our inputs in `dtype`.
     """
-    tensors, options = inputs(N, D, DV, peer.decay, peer.delta, b=1, dtype=dtype, strongest=0.2)
+    tensors, options = inputs(N, D, DV, *peer.kind, b=1, dtype=dtype, strongest=0.2)
     names = [name for name, t in options.items() if t is not None]
     arguments = [t.requires_grad_() for t in (*tensors, *(options[name] for name in names))]
 
     def call(*arguments):
         q, k, v, state, *rest = arguments if peer.exact else [t.float() for t in arguments]
-        given = dict(zip(names, by_head(*rest), strict=True))
+        rest = [t if t.dim() == 1 else t.transpose(1, 2) for t in rest]
+        given = dict(zip(names, rest, strict=True))
         state = state.mT if peer.transposed else state
         y, state = peer.call(*by_head(q, k, v), state, given.get("log_decay"), given.get("beta"))
         return y.transpose(1, 2), state.mT if peer.transposed else state
@@ -141,4 +172,5 @@ def test_peers_compute_the_same(name: str):
     for dtype in (torch.float32, torch.float64):
         most = 1e-12 if peer.exact and dtype == torch.float64 else 5e-6
         found = differences(peer, dtype)
+        print(f"| {name} | {dtype} | " + " | ".join(f"{difference:.1e}" for difference in found.values()) + " |")
         assert all(difference < most for difference in found.values()), (dtype, found)

@@ -41,7 +41,7 @@ _PLAIN = "no draft"
 NOTES = [
     "accepted: of the tokens that the draft proposed. Tokens a call: of the model, with the calls that read the prompt "
     "or accepted tokens alone. Both do not depend on the machine.",
-    f"model:NAME: a shipped model, which continues the first {PROMPT} bytes of the largest test documents of Python's "
+    f"models: each continues the first {PROMPT} bytes of the largest test documents of Python's "
     "standard library, one after another.",
     f"random weights: {SMALL}; LSTM: 2 layers, width 256. The draft knows which tokens follow, and proposes a wrong "
     "one after as many right ones as its name says, so it costs nothing. The row shows what calls cost.",
@@ -52,7 +52,9 @@ NOTES = [
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     about = "draw text with drafts instead: with the shipped models, with kinds of random weights, or (default) both"
     parser.add_argument("--speculative", nargs="*", choices=PARTS, metavar="|".join(PARTS), help=about)
-    about = "checkpoints of drafts for the shipped models of bytes, beside the text's n-grams"
+    about = "models of bytes that continue the texts: checkpoints or model:NAME (default: the shipped ones)"
+    parser.add_argument("--models", nargs="+", default=MODELS, metavar="CKPT", help=about)
+    about = "checkpoints of drafts for these models, beside the text's n-grams"
     parser.add_argument("--drafts", nargs="+", default=[], metavar="CKPT", help=about)
     add_options(parser, documents=(2, "texts that are continued"), text_tokens=(100, "drawn of each text"))
 
@@ -60,13 +62,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> Report:
     parts, texts = args.speculative or PARTS, _documents(args.documents)
     rows: list[Row] = []
-    models = {name: LanguageModel.load_from_checkpoint(name).to(args.device) for name in [*MODELS, *args.drafts]}
-    for name in MODELS if PARTS[0] in parts else ():
+    models = {name: LanguageModel.load_from_checkpoint(name).to(args.device) for name in [*args.models, *args.drafts]}
+    for name in args.models if PARTS[0] in parts else ():
         model = models[name].eval()
         drafts: dict[str, Any] = {"n-grams": NGrams()} | {_named(draft): models[draft].eval() for draft in args.drafts}
         for temperature in (0.0, 1.0):
             drawn = _Drawn(model, texts, args, Sampling(temperature=temperature))
-            rows += _rows(name, drawn, drafts)
+            rows += _rows(_named(name), drawn, drafts)
     for kind, attention in KINDS.items() if PARTS[1] in parts else ():
         drawn = _Drawn(_random(kind, attention).to(args.device).eval(), texts[:1], args, Sampling(temperature=0.0))
         text = torch.cat([drawn.prompts[0], drawn.plain()[0]], 1)[0]
@@ -139,9 +141,9 @@ def _rows(name: str, drawn: _Drawn, drafts: dict[str, Any]) -> list[Row]:
     return rows
 
 
-def _named(draft: str) -> str:
-    """Return the name of a draft in the table, without its folder."""
-    return draft if is_model(draft) else Path(draft).stem
+def _named(model: str) -> str:
+    """Return the name of a model in the table, without its folder."""
+    return model if is_model(model) else Path(model).stem
 
 
 def _documents(n: int) -> list[bytes]:

@@ -151,3 +151,7 @@ def test_speculation_measures_every_kind_and_the_shipped_models(tmp_path, monkey
         assert by_kind[f"{kind}, random weights", "4 of 4 right"]["tokens a call"] == 11 / 3
     itself = [row for row in rows if (row["model"], row["draft"]) == ("model:stdlib", "model:stdlib")]
     assert [row["accepted"] for row in itself] == [1, 1]
+    words = "generation --speculative models --models model:stdlib_linear --documents 1 --text_tokens 1 --repeats 1"
+    command.main([*words.split(), "--device", "cpu", "--output", str(tmp_path)])
+    rows = json.loads((tmp_path / "generation.json").read_text(encoding="utf-8"))["rows"]
+    assert [row["model"] for row in rows] == ["model:stdlib_linear"] * 2

@@ -17,6 +17,7 @@ from lit_effattn.checks import at_least, probabilities
 from lit_effattn.datamodules.speech.utterances import SpeechBatch
 from lit_effattn.drawing.images import recognised
 from lit_effattn.nn.front_ends import FrontEndFactory, Projection
+from lit_effattn.nn.look_ahead import LookAhead
 from lit_effattn.sequence import SequenceModule, State, accumulator, reads_values, valid_positions
 from lit_effattn.tasks.base import Objective, Task, check_backbone, check_fields, check_integers
 from lit_effattn.tasks.ctc import Decoder, GreedyDecoder, align, ctc_nll
@@ -62,9 +63,9 @@ class SpeechRecognizer(Task):
         frame_seconds: Time from one feature vector to the next. From the command: that of the data.
         front_end: Maps feature vectors to the model's input. Default: Projection.
         decoder: Chooses the phones. Default: GreedyDecoder.
-        look_ahead: n, the number of frames of the model after frame t that its label may depend on, with a causal
-            backbone: the output at frame t + n is that of frame t. n frames of zeros follow the last frame. A stream
-            returns each output n frames later.
+        look_ahead: n, the number of frames of the model after frame t that its output depends on, with a causal
+            backbone: see `LookAhead`. n frames of zeros follow the last frame. A stream returns each output n frames
+            later.
         label_smoothing: ε of the training loss: (1 − ε) times the loss above, and ε times that of uniformly drawn
             alignments, −Σ_t Σ_v ln p_t(v) / V.
         auxiliary_weight: Weight of auxiliary losses of the attention.
@@ -117,7 +118,7 @@ class SpeechRecognizer(Task):
         # Not as the arguments' defaults: see `Task`.
         self.front_end = (front_end or Projection)(n_mels, backbone.d_input)
         self.decoder = decoder or GreedyDecoder()
-        self.backbone = backbone
+        self.backbone = LookAhead(backbone, look_ahead) if look_ahead else backbone
         self.output = nn.Linear(backbone.d_model, len(self.phones) + 1)
         self.scores = nn.ModuleDict(
             {

@@ -41,6 +41,7 @@ from lit_effattn.attention import (
 from lit_effattn.attention.positions import LearnedPositions, RotaryPositions
 from lit_effattn.laws import ContractAdapter
 from lit_effattn.nn.encoder_decoder import EncoderDecoder
+from lit_effattn.nn.look_ahead import LookAhead
 from lit_effattn.nn.lstm import LSTM
 from lit_effattn.nn.sliding import SlidingWindow
 from lit_effattn.nn.transformer import Block, FeedForward, Transformer
@@ -424,6 +425,13 @@ def sliding(d_model: int, n_heads: int, causal: bool) -> SequenceModule:
     return SlidingWindow(stack(SoftmaxAttention)(d_model, n_heads, causal), 5, windows_at_once=20)
 
 
+def look_ahead(d_model: int, n_heads: int, causal: bool) -> SequenceModule:
+    """Make a stack whose outputs depend on three later positions, by weights as after training."""
+    module = LookAhead(stack(XL_WINDOW, positions="auto", norm="post")(d_model, n_heads, causal), 3)
+    nn.init.normal_(module.convolution.weight)
+    return module
+
+
 LINEAR, SOFTMAX, WINDOW = partial(LinearAttention, chunk_size=4), SoftmaxAttention, partial(SoftmaxAttention, window=5)
 XL_WINDOW = partial(TransformerXLAttention, mem_len=3, same_length=True, chunk_size=2)
 XL_SHARING = partial(XL_WINDOW, share_uv=True)
@@ -447,6 +455,7 @@ STACKS = [
     Case("Transformer-raw-memories", stack(REMEMBER_INPUTS, 3, positions="auto", norm_memory=True), 3),
     Case("Block", block, 4),
     Case("SlidingWindow", sliding, 5),
+    Case("LookAhead", look_ahead, 3),
     Case("Decoder", decoder, 4),
     Case("EncoderDecoder", encoder_decoder, 4),
     Case("LSTM", lstm, 3),

@@ -120,11 +120,18 @@ def test_padded_equals_alone(backbone: str, front_end: str):
 # ------------------------------------------------------------------------------------------------ look-ahead
 
 
+def looking_ahead(backbone: str, **options: Any) -> SpeechRecognizer:
+    """Return a model that looks 3 frames ahead, with weights as after training."""
+    made = model(backbone, look_ahead=3, **options)
+    torch.nn.init.normal_(made.backbone.convolution.weight)
+    return made
+
+
 @pytest.mark.parametrize("backbone", ["causal linear", "lstm"])
 def test_a_label_depends_on_as_many_later_frames_as_it_may(backbone: str):
     """Of 17 frames, one feature vector each: the output of frame 5 sees frame 8, not frame 9; the last sees the end."""
     batch = row(speech((17, 1, 1)), 0)
-    made = model(backbone, look_ahead=3)
+    made = looking_ahead(backbone)
     with torch.no_grad():
         before = made(batch)[0][0]
         for changed in (8, 9, 16):
@@ -136,16 +143,27 @@ def test_a_label_depends_on_as_many_later_frames_as_it_may(backbone: str):
 
 
 @pytest.mark.parametrize("backbone", ["causal linear", "lstm"])
-def test_look_ahead_is_a_delay_of_the_outputs(backbone: str):
-    """The outputs 3, 4, … of the backbone, on the frames and three of zeros; each row as if it were alone."""
-    batch, made = speech((23, 5, 12, 1, 17), (3, 1, 2, 0, 2)), model(backbone, look_ahead=3, front_end=STACKING)
+def test_look_ahead_weighs_the_outputs_of_the_next_frames(backbone: str):
+    """Amodei et al. 2015, section 3.7, over the frames and three of zeros; each row as if it were alone."""
+    batch, made = speech((23, 5, 12, 1, 17), (3, 1, 2, 0, 2)), looking_ahead(backbone, front_end=STACKING)
+    w = made.backbone.convolution.weight.flip(0)  # (4, E), that of the frame itself first
     with torch.no_grad():
         log_probs, lengths = made(batch)
         for i, n in enumerate([8, 2, 4, 1, 6]):
             x, _ = made.front_end(row(batch, i).features, batch.lengths[i : i + 1])
-            expected = made.log_probs(made.backbone(torch.cat([x, x.new_zeros(1, 3, 8)], 1))[0][:, 3:])
-            assert lengths[i] == n == expected.size(1)
-            torch.testing.assert_close(log_probs[i, :n], expected[0])
+            h = made.backbone.module(torch.cat([x, x.new_zeros(1, 3, 8)], 1))[0][0]
+            r = torch.stack([sum(w[j] * h[t + j] for j in range(4)) for t in range(n)])
+            assert lengths[i] == n
+            torch.testing.assert_close(log_probs[i, :n], made.log_probs(r))
+
+
+@pytest.mark.parametrize("backbone", ["causal linear", "lstm"])
+def test_a_new_model_does_not_look_ahead(backbone: str):
+    """Its outputs are those of the backbone at the same frames."""
+    batch, made = row(speech((17, 1, 1)), 0), model(backbone, look_ahead=3)
+    with torch.no_grad():
+        expected = made.log_probs(made.backbone.module(made.front_end(batch.features, batch.lengths)[0])[0])
+        torch.testing.assert_close(made(batch)[0], expected)
 
 
 def test_look_ahead_needs_a_causal_backbone():

@@ -1,4 +1,4 @@
-"""Outputs that depend on some later positions, as many positions later."""
+"""Look-ahead by a row convolution: an output depends on n later positions, and comes n positions later."""
 
 from __future__ import annotations
 

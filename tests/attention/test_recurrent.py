@@ -53,29 +53,34 @@ def layer(model: str, name: str, **sizes):
 QWEN3 = {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 3, "linear_value_head_dim": 5}
 
 
-def of_qwen3():
+def gated_delta_net():
     return GatedDeltaNetAttention(E, H, qk_dim=3, head_dim=5, n_qk_heads=2, norm_eps=3e-6)  # ε D_qk
+
+
+def of_qwen3(theirs, ours, q: Tensor, k: Tensor, v: Tensor) -> dict[Tensor, Tensor]:
+    return {
+        ours.q_proj.weight: q,
+        ours.k_proj.weight: k,
+        ours.v_proj.weight: v,
+        ours.a_log: theirs.A_log,
+        ours.dt_bias: theirs.dt_bias,
+        ours.convolution.weight: kernel(theirs.conv1d),
+        ours.norm.gain: theirs.norm.weight,
+        ours.out_proj.weight: theirs.out_proj.weight,
+    }
 
 
 def qwen3_next():
     theirs, cache = layer("qwen3_next", "Qwen3NextGatedDeltaNet", hidden_size=E, **QWEN3, **HYBRID)
-    ours = of_qwen3()
+    ours = gated_delta_net()
 
     def same() -> dict[Tensor, Tensor]:
         q, k, v, z = theirs.in_proj_qkvz.weight.unflatten(0, (2, -1)).split([3, 3, 10, 10], 1)
         b, a = theirs.in_proj_ba.weight.unflatten(0, (2, -1)).split([2, 2], 1)
-        return {
-            ours.q_proj.weight: q,
-            ours.k_proj.weight: k,
-            ours.v_proj.weight: v,
+        return of_qwen3(theirs, ours, q, k, v) | {
             ours.gate_proj.weight: z,
             ours.beta_proj.weight: b,
             ours.decay_proj.weight: a,
-            ours.a_log: theirs.A_log,
-            ours.dt_bias: theirs.dt_bias,
-            ours.convolution.weight: kernel(theirs.conv1d),
-            ours.norm.gain: theirs.norm.weight,
-            ours.out_proj.weight: theirs.out_proj.weight,
         }
 
     return theirs, cache, ours, same
@@ -83,22 +88,13 @@ def qwen3_next():
 
 def qwen3_5():
     theirs, cache = layer("qwen3_5", "Qwen3_5GatedDeltaNet", hidden_size=E, **QWEN3, **HYBRID)
-    ours = of_qwen3()
+    ours = gated_delta_net()
 
     def same() -> dict[Tensor, Tensor]:
-        q, k, v = theirs.in_proj_qkv.weight.split([6, 6, 20])
-        return {
-            ours.q_proj.weight: q,
-            ours.k_proj.weight: k,
-            ours.v_proj.weight: v,
+        return of_qwen3(theirs, ours, *theirs.in_proj_qkv.weight.split([6, 6, 20])) | {
             ours.gate_proj.weight: theirs.in_proj_z.weight,
             ours.beta_proj.weight: theirs.in_proj_b.weight,
             ours.decay_proj.weight: theirs.in_proj_a.weight,
-            ours.a_log: theirs.A_log,
-            ours.dt_bias: theirs.dt_bias,
-            ours.convolution.weight: kernel(theirs.conv1d),
-            ours.norm.gain: theirs.norm.weight,
-            ours.out_proj.weight: theirs.out_proj.weight,
         }
 
     return theirs, cache, ours, same

@@ -382,7 +382,7 @@ def test_children_have_their_device_and_are_stopped_with_the_sweep(tmp_path: Pat
     with ThreadPoolExecutor(1) as pool:
         result = pool.submit(run_child, ["fit"], tmp_path / "log", "3", Event())
         # The child may write before the thread that started it has noted it.
-        while not _children or not (tmp_path / "log").is_file() or not (tmp_path / "log").read_text():
+        while not _children or not (tmp_path / "log").is_file() or "\n" not in (tmp_path / "log").read_text():
             assert not result.done()
         _terminate_children()
         assert result.result() == (-signal.SIGTERM, f"killed by signal {signal.SIGTERM:d}")

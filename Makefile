@@ -33,10 +33,10 @@ check: lint  ## Lint, check types, run a few tests of everything, compare tests'
 	$(BIN)/python -m tests.collection
 
 test: lint  ## Lint, check types, run the tests.
-	$(BIN)/pytest -n 2 --dist loadfile -m "not exhaustive" -q
+	$(BIN)/pytest -n 2 --dist worksteal -m "not exhaustive" -q
 
 test-all: test  ## The tests, and those that go through every configuration and kind (40 minutes on 2 cores).
-	$(BIN)/pytest -n 2 --dist loadfile -m "exhaustive and not processes" -q
+	$(BIN)/pytest -n 2 --dist worksteal -m "exhaustive and not processes" -q
 	$(BIN)/pytest -m "exhaustive and processes" -q
 
 faults: $(VENV)/.installed-dev  ## Kill and stop training runs, and compare the resumed runs (about 20 minutes on 2 cores).

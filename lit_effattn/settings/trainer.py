@@ -19,11 +19,6 @@ from lit_effattn.generation.sampling import Sampling
 NGRAMS = "ngrams"
 """The draft of `generate` that is not a checkpoint."""
 
-_NO_STATE = (
-    ": it searches for whole targets; in Python several searches share what `remember` of the source returns, as their "
-    "`state`"
-)
-
 
 class Trainer(pl.Trainer):
     """See `lightning.pytorch.Trainer`."""
@@ -100,9 +95,11 @@ class Trainer(pl.Trainer):
                 length_penalty. 0 ranks by log p, more prefers longer ones. Default: 0.6, or the model's.
             length_norm: gnmt: as `length_penalty` says. average: by log p / tokens ** length_penalty, as fairseq and
                 transformers. Default: gnmt, or the model's.
-            state: Text and images: go on from this file, which `save_state` wrote with the same checkpoint. Without a
-                prompt, and with the same options, the samples are those of a single longer call.
-            save_state: Text and images: a file to write, from which a later call goes on. Images need `n_tokens`.
+            state: Go on from this file, which `save_state` wrote with the same checkpoint. Text and images: without a
+                prompt, and with the same options, the samples are those of a single longer call. Targets: of the source
+                that the file holds, which is not encoded again.
+            save_state: A file to write, from which a later call goes on. Images need `n_tokens`. Targets: it holds the
+                encoded source.
             draft: Text: let a faster draft propose tokens, which the model verifies several at a time: `ngrams` of the
                 text so far, or the checkpoint of a smaller model with the same tokenizer. The distribution of the text
                 stays the same, and its tokens with temperature 0; with others, a seed draws another text.
@@ -124,12 +121,13 @@ class Trainer(pl.Trainer):
         sampling = Sampling(**drawing)
         proposing: dict[str, Any] = {} if draft is None else {"draft": draft}
         not_searching = {name: value for name, value in drawing.items() if name != "compile"} | proposing
-        _check_search(beam, length_penalty, length_norm, n, not_searching, always=source is not None)
-        _check_unused(output)
         if not callable(getattr(model, "write_samples", None)):
             name = type(model).__name__
             raise ValueError(f"{name} draws no samples; use lit-effattn predict, which writes its output for each item")
         task: Any = model
+        known = inspect.signature(task.write_samples).parameters
+        _check_search(beam, length_penalty, length_norm, n, not_searching, always="source" in known)
+        _check_unused(output)
         options = {
             **{"complete": complete, "prompt": prompt, "prompt_file": prompt_file, "n_tokens": n_tokens},
             **{"beam": beam, "length_penalty": length_penalty, "length_norm": length_norm},
@@ -138,15 +136,14 @@ class Trainer(pl.Trainer):
             **{"prompts_file": prompts_file, "batch_size": batch_size},
         }
         given = {name: value for name, value in options.items() if value is not None}
-        known = inspect.signature(task.write_samples).parameters
         for name in given.keys() - known.keys():
-            more = _NO_STATE if name in ("state", "save_state") else ""
-            raise ValueError(f"--{name} {given[name]}: {type(model).__name__} has no such option{more}")
+            raise ValueError(f"--{name} {given[name]}: {type(model).__name__} has no such option")
         for name, value in drawing.items() if "sampling" not in known else ():
             raise ValueError(f"--{name} {value}: {type(model).__name__} searches and draws nothing; leave it out")
-        for name in options.keys() & known.keys() - given.keys():
-            if known[name].default is inspect.Parameter.empty:
-                raise ValueError(f"--{name} is missing: {type(model).__name__} needs it to generate")
+        if "source" in known and source is None and state is None:
+            raise ValueError(
+                f"--source is missing: {type(model).__name__} needs it to generate, or --state of a source"
+            )
         if draft not in (None, NGRAMS):
             given["draft"] = type(task).load_from_checkpoint(draft, map_location="cpu", trust=trust)
         if ckpt_path is not None:

@@ -70,6 +70,21 @@ def load_images(path: Path, model: nn.Module, backbone: SequenceModule) -> tuple
     return Kept(_filled(empty, leaves, path), tokens, about["drawn"]), levels
 
 
+def load_source(path: Path, model: nn.Module, backbone: SequenceModule, like: State) -> tuple[Tensor, State]:
+    """Read a file of `save_state` with an encoded source, and return its tokens (1, S) and the state: see `load_state`.
+
+    Args:
+        path: The file.
+        model: The model with the weights of the one that wrote the file.
+        backbone: The encoder and decoder of `model`.
+        like: The encoding of one token, whose structure the state must have.
+    """
+    leaves, _ = _read(path, {"drawn"}, {_TOKENS}, model, backbone, "generate")
+    tokens = leaves.pop(_TOKENS)
+    _check(tokens, torch.empty(1, 1, dtype=torch.long), f"{path}: {_TOKENS}")
+    return tokens, _filled(like, leaves, path)
+
+
 def save_stream(stream: SpeechStream, path: Path) -> None:
     """Write a file from which `load_stream` goes on: see `save_state`.
 

@@ -15,15 +15,19 @@ from torch import Tensor, nn
 from lit_effattn.checkpoints.printable import printable
 from lit_effattn.checkpoints.runs import short
 from lit_effattn.checks import at_least, probabilities
+from lit_effattn.datamodules.common.files import regular
 from lit_effattn.datamodules.common.tokens import IGNORE, PairBatch
 from lit_effattn.datamodules.text.tokenizers import NumberTokenizer, Tokenizer
 from lit_effattn.drawing.images import attention_map
+from lit_effattn.generation import Kept
 from lit_effattn.generation.beam import LENGTH_PENALTY, Hypotheses, LengthNorm, beam_search, check_beam
 from lit_effattn.nn.encoder_decoder import EncoderDecoder
 from lit_effattn.nn.heads import CategoricalHead, HeadFactory
 from lit_effattn.sequence import State
 from lit_effattn.tasks.auxiliary import mean_of_scored
 from lit_effattn.tasks.base import Objective, Task, check_fields, check_integers
+from lit_effattn.tasks.kept_states import check_replaceable, load_source
+from lit_effattn.tasks.kept_states import save_state as save_state_file
 from lit_effattn.tasks.metrics import Count, ErrorRate, ExactMatch, Perplexity
 from lit_effattn.tasks.text_metrics import Bleu, Chrf
 
@@ -255,6 +259,7 @@ class SequenceToSequence(Task):
         length_penalty: float | None = None,
         length_norm: LengthNorm | None = None,
         n_best: int = 1,
+        state: State | None = None,
         progress: Callable[[Iterable[int]], Iterable[int]] = iter,
     ) -> Hypotheses:
         """Search for the likeliest targets of source tokens (B, S): see `beam.beam_search`.
@@ -268,29 +273,31 @@ class SequenceToSequence(Task):
             length_penalty: α. Default: the task's.
             length_norm: gnmt or average. Default: the task's.
             n_best: Number of targets to return for each source, at most `beam`.
+            state: The encoded source, see `remember`, with room for the longest target. Default: it is encoded.
             progress: Wraps the iterable of steps.
         """
         if source_lengths is None:
-            source_lengths = torch.full((len(source),), source.size(1), device=source.device)
-        limits = source_lengths + EXTRA_LEN  # (B,)
-        if self.max_output_len is not None:
-            limits = limits.clamp(max=self.max_output_len)
-        state = self.remember(source, source_lengths, max_len=int(limits.max()))
+            source_lengths = _full(source)
         return beam_search(
             self.backbone,
             self._embed_target,
             self.head,
             torch.full((len(source), 1), self.border, device=source.device),
-            limits,
+            self._limits(source_lengths),
             beam=self.beam if beam is None else beam,
             end=self.border,
             length_penalty=self.length_penalty if length_penalty is None else length_penalty,
             length_norm=self.length_norm if length_norm is None else length_norm,
             n_best=n_best,
-            state=state,
+            state=self._encoded(source, source_lengths) if state is None else state,
             compile=False,  # each source gives another shape
             progress=progress,
         )
+
+    def _limits(self, source_lengths: Tensor) -> Tensor:
+        """Return the largest lengths of targets (B,)."""
+        limits = source_lengths + EXTRA_LEN
+        return limits if self.max_output_len is None else limits.clamp(max=self.max_output_len)
 
     def texts(self, hypotheses: Hypotheses) -> list[list[str]]:
         """Return the n best texts of each source."""
@@ -365,10 +372,12 @@ class SequenceToSequence(Task):
         datamodule: Any,
         n: int | None,
         progress: Callable[[Iterable[int]], Iterable[int]],
-        source: str,
+        source: str | None = None,
         beam: int | None = None,
         length_penalty: float | None = None,
         length_norm: LengthNorm | None = None,
+        state: str | None = None,
+        save_state: str | None = None,
     ) -> str:
         """Write the `n` best targets of a source, with their scores: see `Task.write_samples`.
 
@@ -377,27 +386,58 @@ class SequenceToSequence(Task):
             datamodule: Not used.
             n: Number of targets. Default: 1.
             progress: Not used.
-            source: The source's text.
+            source: The source's text. None: that of `state`.
             beam: Number of hypotheses. Default: the task's, or `n` if that is more.
             length_penalty: α. Default: the task's.
             length_norm: gnmt or average. Default: the task's.
+            state: A file of `save_state`, whose source is not encoded again.
+            save_state: A file to write, which holds the encoded source.
 
         Raises:
-            ValueError: If an option is out of range.
+            ValueError: If an option is out of range, or the state can't be read.
+            FileExistsError: If `save_state` exists and is not a saved state.
         """
-        tokens = self.encode(source)[None].to(self.device)
+        if save_state is not None:
+            check_replaceable(Path(save_state))
+        tokens, encoded = self._source(source, state)
+        if save_state is not None:
+            save_state_file(Kept(encoded, tokens, 0), Path(save_state), self, self.backbone)
         border = torch.full_like(tokens[:, :1], self.border)
         count = torch.ones_like(border[0])
-        batch = PairBatch(
-            tokens, count * tokens.size(1), border, torch.full_like(border, IGNORE), count, [source], [[]]
-        )
+        text = self.source_text.decode(tokens[0, :-1].cpu().numpy()) if source is None else source
+        batch = PairBatch(tokens, count * tokens.size(1), border, torch.full_like(border, IGNORE), count, [text], [[]])
         n = n or 1
         beam = max(n, self.beam) if beam is None else beam
         search = {"beam": beam, "length_penalty": length_penalty, "length_norm": length_norm, "n_best": n}
-        translations = self._translations(batch, drawn=1, **search)
+        translations = self._translations(batch, drawn=1, state=encoded, **search)
         for output in translations[0].entry["outputs"]:
             print(f"{output['score']:.4f}  {printable(output['text'])}")
         return _write(translations, folder())
+
+    def _source(self, text: str | None, state: str | None) -> tuple[Tensor, State]:
+        """Return the tokens (1, S) of a source, the end token last, and the encoded source.
+
+        Raises:
+            ValueError: If both or neither are given, or the text or the state can't be read.
+        """
+        if (text is None) == (state is None):
+            raise ValueError(f"--source {text} and --state {state}: give exactly one of them")
+        if text is None:
+            assert state is not None
+            one = torch.zeros(1, 1, dtype=torch.long, device=self.device)
+            tokens, encoded = load_source(regular(Path(state)), self, self.backbone, self._encoded(one))
+            size = self.source_vocab_size
+            check_integers(tokens, f"{state}: source token", 0, size - 1, f"source_vocab_size={size}")
+            return tokens, encoded
+        tokens = self.encode(text)[None].to(self.device)
+        return tokens, self._encoded(tokens)
+
+    @torch.no_grad()
+    def _encoded(self, source: Tensor, source_lengths: Tensor | None = None) -> State:
+        """Encode source tokens (B, S), with room for the longest target that `search` can find."""
+        if source_lengths is None:
+            source_lengths = _full(source)
+        return self.remember(source, source_lengths, max_len=int(self._limits(source_lengths).max()))
 
     def encode(self, text: str) -> Tensor:
         """Return a source text's tokens, the end token last: (S,).
@@ -451,6 +491,11 @@ class SequenceToSequence(Task):
                     "settings that the checkpoint was trained with"
                 )
         super().on_load_checkpoint(checkpoint)
+
+
+def _full(tokens: Tensor) -> Tensor:
+    """Return the lengths (B,) of tokens (B, S) that are all valid."""
+    return torch.full((len(tokens),), tokens.size(1), device=tokens.device)
 
 
 def _embedding(n_tokens: int, width: int) -> nn.Embedding:

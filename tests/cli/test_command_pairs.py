@@ -101,8 +101,12 @@ def test_training_scoring_and_writing(capsys: pytest.CaptureFixture[str]):
     main(["predict", "--ckpt_path", "last", "dff", "aeee"])
     outputs = {entry["source"]: entry["outputs"][0]["text"] for entry in entries}
     assert [f"{word}: {outputs[word]}" for word in ("dff", "aeee")] == capsys.readouterr().out.splitlines()[-4:-2]
-    main(["generate", "--ckpt_path", "last", "--source", "dff", "--n", "2", "--beam", "3", "--length_penalty", "0.6"])
+    options = ["--n", "2", "--beam", "3", "--length_penalty", "0.6"]
+    main(["generate", "--ckpt_path", "last", "--source", "dff", "--save_state", "dff.state", *options])
     output = capsys.readouterr().out
+    main(["generate", "--ckpt_path", "last", "--state", "dff.state", *options])
+    assert capsys.readouterr().out.splitlines()[:2] == output.splitlines()[:2]
+    main(["generate", "--ckpt_path", "last", "--state", "dff.state", "--length_penalty", "0.6"])
     model = SequenceToSequence.load_from_checkpoint(run / "checkpoints" / "last.ckpt").eval()
     best = model.texts(model.search(model.encode("dff")[None], beam=3, n_best=2))[0]
     assert [line.split("  ")[1] for line in output.splitlines()[:2]] == best
@@ -160,8 +164,8 @@ def test_mistakes_are_one_line(capsys: pytest.CaptureFixture[str]):
     assert "--prompt a: SequenceToSequence has no such option" in fails(
         capsys, "generate", "--ckpt_path", "last", "--source", "a", "--prompt", "a"
     )
-    assert "searches for whole targets; in Python several searches share what `remember`" in fails(
-        capsys, "generate", "--ckpt_path", "last", "--source", "a", "--save_state", "s.state"
+    assert "--source a and --state s.state: give exactly one of them" in fails(
+        capsys, "generate", "--ckpt_path", "last", "--source", "a", "--state", "s.state"
     )
     assert "--temperature 0.5: SequenceToSequence searches and draws nothing" in fails(
         capsys, "generate", "--ckpt_path", "last", "--source", "a", "--temperature", "0.5"

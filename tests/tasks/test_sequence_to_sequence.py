@@ -11,24 +11,26 @@ import yaml
 from torch import Tensor
 
 from lit_effattn import EncoderDecoder, Transformer
-from lit_effattn.attention import LinearAttention, LinearCrossAttention, SoftmaxCrossAttention
+from lit_effattn.attention import LinearAttention, LinearCrossAttention, SoftmaxAttention, SoftmaxCrossAttention
 from lit_effattn.datamodules.common.tokens import IGNORE, PairBatch
 from lit_effattn.datamodules.text.tokenizers import CharacterTokenizer, WordTokenizer
+from lit_effattn.generation import Kept
 from lit_effattn.generation.beam import Hypotheses
 from lit_effattn.nn.heads import CategoricalHead
 from lit_effattn.tasks import SequenceToSequence
+from lit_effattn.tasks.kept_states import load_source, save_state
 from tests.support.commands import REPOSITORY
 
 LETTERS = CharacterTokenizer("abcd")  # 4 letters, <unk>, <start>
 PHONES = WordTokenizer(["AA", "B", "K", "<unk>"])  # and <start>
 
 
-def model(cross: Any = SoftmaxCrossAttention, **options: Any) -> SequenceToSequence:
+def model(cross: Any = SoftmaxCrossAttention, attention: Any = LinearAttention, **options: Any) -> SequenceToSequence:
     """Return a small model far from uniform, always the same, in float64 and without dropout."""
     torch.manual_seed(5)
     backbone = EncoderDecoder(
         Transformer(8, 2, 2, attention=LinearAttention, causal=False, init="pytorch"),
-        Transformer(8, 2, 1, attention=LinearAttention, cross_attention=cross, init="pytorch"),
+        Transformer(8, 2, 1, attention=attention, cross_attention=cross, init="pytorch"),
     )
     vocabularies = {"source_tokenizer": LETTERS.to_json(), "target_tokenizer": PHONES.to_json()}
     made = SequenceToSequence(
@@ -265,6 +267,46 @@ def test_samples_are_the_best_targets_with_their_scores(tmp_path: Path, capsys: 
     assert [o["log_p"] for o in entry["outputs"]] == pytest.approx(found.log_probs[0].tolist(), abs=1e-4)
     assert (tmp_path / entry["picture"]).is_file()
     assert all(o["text"] in capsys.readouterr().out for o in entry["outputs"][:1])
+
+
+@pytest.mark.parametrize("attention", [LinearAttention, SoftmaxAttention], ids=["linear", "softmax"])
+@pytest.mark.parametrize("cross", [SoftmaxCrossAttention, LinearCrossAttention], ids=["softmax", "linear"])
+def test_a_kept_source_is_not_encoded_again(cross: Any, attention: Any, tmp_path: Path):
+    made, lengths = model(cross, attention=attention, max_output_len=9), list[int]()
+    options: Any = {"datamodule": None, "progress": iter, "n": 2}
+    made.backbone.encoder.register_forward_hook(lambda _, args, __: lengths.append(args[0].size(1)))
+    for name in ("whole", "kept", "going on"):
+        (tmp_path / name).mkdir()
+    file = str(tmp_path / "source.state")
+    made.write_samples(lambda: tmp_path / "whole", source="abcd", beam=3, **options)
+    made.write_samples(lambda: tmp_path / "kept", source="abcd", beam=2, save_state=file, **options)
+    lengths.clear()
+    made.write_samples(lambda: tmp_path / "going on", state=file, beam=3, **options)
+    assert lengths == [1, 5]  # an example of a state; the picture
+    results = [(tmp_path / name / "translations.jsonl").read_bytes() for name in ("whole", "going on")]
+    assert results[0] == results[1]
+
+
+def test_other_states_are_refused(tmp_path: Path):
+    made, options = model(), {"datamodule": None, "progress": iter, "n": None}
+    file = tmp_path / "source.state"
+    made.write_samples(lambda: tmp_path, source="abcd", save_state=str(file), **options)
+    with pytest.raises(ValueError, match=f"--source ab and --state {file}: give exactly one of them"):
+        made.write_samples(lambda: tmp_path, source="ab", state=str(file), **options)
+    with pytest.raises(ValueError, match="a state of other sizes"):
+        model(LinearCrossAttention).write_samples(lambda: tmp_path, state=str(file), **options)
+    with pytest.raises(ValueError, match="a model with other weights"):
+        made.float().write_samples(lambda: tmp_path, state=str(file), **options)
+    made.double()
+    tokens, state = load_source(file, made, made.backbone, made._encoded(torch.zeros(1, 1, dtype=torch.long)))
+    for wrong, message in ((tokens[0], "tokens is torch.int64 of shape"), (tokens + 9, "source token")):
+        save_state(Kept(state, wrong, 0), file, made, made.backbone)
+        with pytest.raises(ValueError, match=message):
+            made.write_samples(lambda: tmp_path, state=str(file), **options)
+    text = tmp_path / "notes.txt"
+    text.write_text("do not lose me")
+    with pytest.raises(FileExistsError, match=r"notes\.txt exists and is not a saved state"):
+        made.write_samples(lambda: tmp_path, source="abcd", save_state=str(text), **options)
 
 
 def test_scores_are_averages_if_that_is_wanted():

@@ -16,10 +16,8 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from lit_effattn.datamodules.common.bars import progress_bar
-from lit_effattn.datamodules.common.cache import cached_folder
+from lit_effattn.datamodules.common.cache import cached_folder, write_about
 from lit_effattn.datamodules.common.faults import Fault
-from lit_effattn.datamodules.common.files import regular
-from lit_effattn.datamodules.common.json_data import parse_json
 from lit_effattn.datamodules.speech.audio import AudioError, read_audio
 from lit_effattn.datamodules.speech.filterbanks import Filterbanks, moments
 from lit_effattn.datamodules.speech.utterances import Utterance
@@ -153,7 +151,7 @@ def stored_features(
         num_workers: Worker processes that read; 0: this process.
     """
     store = folder / f"speech-{name}-{_digest(utterances, reader, keep)}"
-    cached_folder(store, partial(_make, utterances, reader, keep, num_workers, name), _is_whole)
+    cached_folder(store, partial(_make, utterances, reader, keep, num_workers, name))
     return Features(utterances, reader, _load(store), store / "features.bin" if keep else None)
 
 
@@ -188,20 +186,7 @@ def _make(
             os.fsync(file.fileno())
     np.save(folder / "n_frames.npy", readings.n_frames)
     np.save(folder / "statistics.npy", torch.stack(list(readings.statistics.values())).numpy())
-    about = {
-        "speakers": list(readings.statistics),  # includes None
-        "faults": readings.faults,
-        "sizes": {path.name: path.stat().st_size for path in sorted(folder.iterdir())},
-    }
-    (folder / "about.json").write_text(json.dumps(about))
-
-
-def _is_whole(folder: Path) -> bool:
-    try:
-        sizes = parse_json(regular(folder / "about.json").read_text())["sizes"]
-    except (FileNotFoundError, ValueError):  # ValueError: invalid JSON, such as after a power failure
-        return False
-    return all((folder / n).is_file() and (folder / n).stat().st_size == sizes[n] for n in sizes)
+    write_about(folder, {"speakers": list(readings.statistics), "faults": readings.faults})  # speakers include None
 
 
 def _load(folder: Path) -> Readings:

@@ -3,11 +3,12 @@
 from abc import abstractmethod
 from typing import Any
 
-from torch.utils.data import DataLoader, Dataset, DistributedSampler
+from torch.utils.data import DataLoader, Dataset
 
 from lit_effattn.checks import at_least
 from lit_effattn.datamodules.common.base import DataModule
 from lit_effattn.datamodules.common.sampling import ResumableLoader, ShardedBatches, loader_options, processes
+from lit_effattn.datamodules.synthetic.segments import SegmentedSequences, Segments
 
 _DRAWS = 2**20  # variants of a training sequence; every epoch draws one, so repetitions are rare
 
@@ -71,15 +72,12 @@ class SyntheticTask(DataModule):
         number = list(self.sizes).index(split)
         return number if number else len(self.sizes) + self.seed
 
-    def _sampler(self, batches: ShardedBatches) -> DistributedSampler:
-        """Return the sampler, which a subclass may wrap to return parts of sequences."""
-        return batches
-
     def _eval_dataloader(self, split: str) -> DataLoader[Any]:
         return DataLoader(**self._options(split, self.eval_batch_size, shuffle=False, drop_last=False))
 
     def _options(self, split: str, batch_size: int, **order: Any) -> dict[str, Any]:
         order |= processes(self.trainer)
+        sequences = self.sequences(split)
         batches = ShardedBatches(self.sizes[split], batch_size, seed=self.seed, **order)
-        options = loader_options(self.num_workers)
-        return {"dataset": self.sequences(split), "sampler": self._sampler(batches), **options}
+        sampler = Segments(batches, sequences.n_segments) if isinstance(sequences, SegmentedSequences) else batches
+        return {"dataset": sequences, "sampler": sampler, **loader_options(self.num_workers)}

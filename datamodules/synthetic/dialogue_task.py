@@ -6,10 +6,9 @@ import numpy as np
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
 from lit_effattn.checks import at_least
-from lit_effattn.datamodules.common.sampling import ShardedBatches
 from lit_effattn.datamodules.common.tokens import IGNORE, Response
 from lit_effattn.datamodules.synthetic.base import SyntheticTask
-from lit_effattn.datamodules.synthetic.segments import DrawnSequence, SegmentedSequences, Segments
+from lit_effattn.datamodules.synthetic.segments import DrawnSequence, SegmentedSequences
 
 
 class DialogueTask(SyntheticTask):
@@ -135,9 +134,6 @@ class DialogueTask(SyntheticTask):
     def sequences(self, split: str) -> "DialogueSequences":
         """Return the dialogues of "train", "val" or "test"."""
         return DialogueSequences(self, score_near=split == "train", stream=self._stream(split))
-
-    def _sampler(self, batches: ShardedBatches) -> Segments:
-        return Segments(batches, self.sequences("val").n_segments)
 
 
 class DialogueSequences(SegmentedSequences):

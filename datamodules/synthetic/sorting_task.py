@@ -3,10 +3,9 @@
 import numpy as np
 
 from lit_effattn.checks import at_least
-from lit_effattn.datamodules.common.sampling import ShardedBatches
 from lit_effattn.datamodules.common.tokens import IGNORE
 from lit_effattn.datamodules.synthetic.base import SyntheticTask
-from lit_effattn.datamodules.synthetic.segments import DrawnSequence, SegmentedSequences, Segments
+from lit_effattn.datamodules.synthetic.segments import DrawnSequence, SegmentedSequences
 
 SEPARATOR = 0
 
@@ -85,9 +84,6 @@ class SortingTask(SyntheticTask):
     def sequences(self, split: str) -> "SortingSequences":
         """Return the sequences of "train", "val" or "test"."""
         return SortingSequences(self.length, self.n_types, self.segment_len, self._stream(split))
-
-    def _sampler(self, batches: ShardedBatches) -> Segments:
-        return Segments(batches, self.sequences("val").n_segments)
 
 
 class SortingSequences(SegmentedSequences):

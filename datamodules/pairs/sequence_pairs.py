@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from lit_effattn.checks import applicable, at_least
 from lit_effattn.datamodules.common.cache import default_cache
@@ -381,11 +382,8 @@ class SourceItems(Items):
 
 def _padded(rows: list[np.ndarray], border: int) -> tuple[Tensor, Tensor]:
     """Return rows of tokens with `border` at their ends and in the padding, (B, N), and their lengths, (B,)."""
-    lengths = np.array([len(row) + 1 for row in rows])
-    padded = np.full((len(rows), lengths.max()), border, np.int64)
-    for i, row in enumerate(rows):
-        padded[i, : len(row)] = row
-    return torch.from_numpy(padded), torch.from_numpy(lengths)
+    ended = [torch.from_numpy(np.append(row, border)) for row in rows]  # int64, the type of `border`
+    return pad_sequence(ended, batch_first=True, padding_value=border), torch.tensor([len(row) for row in ended])
 
 
 def _described(tokenizers: Tokenizers) -> str:

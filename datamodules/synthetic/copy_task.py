@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from lit_effattn.checks import at_least
-from lit_effattn.datamodules.common.tokens import IGNORE, TokenBatch
+from lit_effattn.datamodules.common.tokens import IGNORE, TokenBatch, pad_tokens
 from lit_effattn.datamodules.synthetic.base import SyntheticTask
 
 SEPARATOR = 0
@@ -93,16 +93,13 @@ class CopySequences(Dataset[TokenBatch]):
     stream: int
 
     def __getitem__(self, indices: list[int]) -> TokenBatch:
-        words = [self._word(i) for i in indices]
-        longest = max(map(len, words))
-        inputs = torch.zeros(len(words), 2 * longest + 1, dtype=torch.long)
-        targets = torch.full_like(inputs, IGNORE)
-        for row, word in enumerate(words):
-            m = len(word)
-            inputs[row, 1 : m + 1] = word
-            inputs[row, m + 2 : 2 * m + 1] = word[:-1]
-            targets[row, m + 1 : 2 * m + 1] = word
-        return TokenBatch(inputs, targets, torch.tensor([2 * len(word) + 1 for word in words]))
+        return pad_tokens([self._sequence(self._word(i)) for i in indices])
+
+    def _sequence(self, word: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the inputs and the targets of a word (m,), (2 m + 1,) each. Its last symbol is only predicted."""
+        separator = torch.full((1,), SEPARATOR)
+        unscored = torch.full((len(word) + 1,), IGNORE)
+        return torch.cat([separator, word, separator, word[:-1]]), torch.cat([unscored, word])
 
     def _word(self, i: int) -> Tensor:
         # Multiplication by odd constants keeps the seeds of (stream, i) pairs and of neighbours different.

@@ -6,11 +6,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import torch
 from torch.utils.data import Dataset
 
 from lit_effattn.checks import at_least
-from lit_effattn.datamodules.common.tokens import IGNORE, TokenBatch
+from lit_effattn.datamodules.common.tokens import TokenBatch, pad_tokens
 from lit_effattn.datamodules.synthetic.base import SyntheticTask
 
 FACTORS = (1, 2, 4, 8)
@@ -72,11 +71,6 @@ class LengthSequences(Dataset[TokenBatch], ABC):
 
     def __getitem__(self, indices: list[int]) -> TokenBatch:
         lengths = [self.lengths[i // self.n_each % len(self.lengths)] for i in indices]
-        inputs = np.zeros((len(indices), max(lengths)), np.int64)
-        targets = np.full_like(inputs, IGNORE)
-        for row, (i, n) in enumerate(zip(indices, lengths, strict=True)):
-            inputs[row, :n], targets[row, :n] = self.draw(np.random.default_rng((self.stream, i)), n)
-        padded = len(set(lengths)) > 1
-        return TokenBatch(
-            torch.from_numpy(inputs), torch.from_numpy(targets), torch.tensor(lengths) if padded else None
-        )
+        rngs = [np.random.default_rng((self.stream, i)) for i in indices]
+        batch = pad_tokens([self.draw(rng, n) for rng, n in zip(rngs, lengths, strict=True)])
+        return batch if len(set(lengths)) > 1 else batch._replace(lengths=None)

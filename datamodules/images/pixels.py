@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader, Dataset
 from lit_effattn.checks import applicable, at_least
 from lit_effattn.datamodules.common.base import DataModule
 from lit_effattn.datamodules.common.sampling import ResumableLoader, ShardedBatches, loader_options, processes
+from lit_effattn.datamodules.common.splits import PURPOSES
 from lit_effattn.datamodules.images import sources as image_sources
 
 
@@ -30,8 +31,6 @@ _KINDS = {
     "cifar10": _Kind((32, 32, 3), 256, ("root", "download", "flip")),
     "folder": _Kind(None, 256, ("root", "image_size", "channels", "verify", "flip", "max_pixels")),
 }
-
-_PURPOSES = {"train": "to train on", "val": "to validate", "test": "to test"}
 
 
 class PixelSequences(DataModule):
@@ -181,7 +180,7 @@ class PixelSequences(DataModule):
 
     def _log_sizes(self, splits: tuple[str, ...]) -> None:
         sizes = {name: len(self.splits[name]) for name in splits}
-        counts = ", ".join(f"{sizes[name]:,} {_PURPOSES[name]}" for name in splits)
+        counts = ", ".join(f"{sizes[name]:,} {PURPOSES[name]}" for name in splits)
         shape = "×".join(str(n) for n in self.image_shape)
         rank_zero_info(f"{self.dataset}: {counts}; images of {shape} at {self.n_levels} levels")
         official = image_sources.N_TRAIN.get(self.dataset)

@@ -17,7 +17,7 @@ from lit_effattn.datamodules.common.archives import unpack_gzip, unpack_tar
 from lit_effattn.datamodules.common.bars import progress_bar
 from lit_effattn.datamodules.common.faults import Fault, Faults
 from lit_effattn.datamodules.common.files import open_image
-from lit_effattn.datamodules.common.splits import fixed_order
+from lit_effattn.datamodules.common.splits import SPLITS, fixed_order
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -213,11 +213,10 @@ def folder(root: Path) -> dict[str, list[Path]]:
         FileNotFoundError: If the folder is missing or has no images.
         ValueError: If one or two of the three subfolders are missing, or there are too few images to split.
     """
-    names = ("train", "val", "test")
-    missing = [name for name in names if not (root / name).is_dir()]
+    missing = [name for name in SPLITS if not (root / name).is_dir()]
     if not missing:
-        return {name: _images_in(root / name) for name in names}
-    if len(missing) < len(names):
+        return {name: _images_in(root / name) for name in SPLITS}
+    if len(missing) < len(SPLITS):
         raise ValueError(
             f"{root}: has subfolders train, val or test, but not {' and '.join(missing)}; "
             "add what is missing, or put all images into one folder to have them split"

@@ -13,10 +13,8 @@ from lit_effattn.datamodules.common.base import DataModule
 from lit_effattn.datamodules.common.faults import Faults
 from lit_effattn.datamodules.common.length_batches import LengthBatches
 from lit_effattn.datamodules.common.sampling import ResumableLoader, loader_options, processes
+from lit_effattn.datamodules.common.splits import PURPOSES, SPLITS_OF
 from lit_effattn.datamodules.pairs.sources import source_lines
-
-_SPLITS_OF = {"fit": ("train", "val"), "validate": ("val",), "test": ("test",), "predict": ("test",)}
-_PURPOSES = {"train": "to train on", "val": "to validate", "test": "to test"}
 
 
 class Items(Dataset[Any]):
@@ -68,7 +66,7 @@ class LengthBatched(DataModule):
         self.num_workers = num_workers
         self.left_out: dict[str, Faults] = {}
         self.sources = sources
-        self._lines: list[str] = []  # of `source_file`, or `sources`
+        self._lines = sources or []  # or those of `source_file`
         if sources is not None and source_file is not None:
             raise ValueError(f"sources={sources} and source_file={source_file!r} were both given; give only one")
         if sources is not None and not (sources and all(source.strip() for source in sources)):
@@ -83,18 +81,16 @@ class LengthBatched(DataModule):
         """
         self._reject_overfit_batches("a smaller corpus")
         if not self._reads_own_texts:
-            splits = _SPLITS_OF[stage]
+            splits = SPLITS_OF[stage]
             counts = self._open(splits)
-            self._report(splits, ", ".join(f"{n:,} {_PURPOSES[split]}" for split, n in counts.items()))
+            self._report(splits, ", ".join(f"{n:,} {PURPOSES[split]}" for split, n in counts.items()))
             return
         name = "sources" if self.source_file is None else f"source_file={str(self.source_file)!r}"
         if stage != "predict":
             raise ValueError(f"{name} is for predict only; leave it out to use the corpus")
-        if self.source_file is None:
-            self._lines = self.sources or []
-            return
-        self._lines = source_lines(self.source_file)
-        rank_zero_info(f"{self.source_file}: {len(self._lines):,} texts")
+        if self.source_file is not None:
+            self._lines = source_lines(self.source_file)
+            rank_zero_info(f"{self.source_file}: {len(self._lines):,} texts")
 
     @property
     def _reads_own_texts(self) -> bool:

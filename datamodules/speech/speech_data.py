@@ -21,6 +21,7 @@ from lit_effattn.datamodules.common.cache import default_cache
 from lit_effattn.datamodules.common.faults import Fault, Faults
 from lit_effattn.datamodules.common.length_batches import LengthBatches
 from lit_effattn.datamodules.common.sampling import ResumableLoader, loader_options, processes
+from lit_effattn.datamodules.common.splits import SPLITS_OF
 from lit_effattn.datamodules.speech.audio import MAX_SECONDS
 from lit_effattn.datamodules.speech.augment import SpecAugment
 from lit_effattn.datamodules.speech.corpora import EspeakCorpus
@@ -30,7 +31,6 @@ from lit_effattn.datamodules.speech.recordings import recordings
 from lit_effattn.datamodules.speech.utterances import BLANK, SpeechBatch, SpeechCorpus, Utterance
 from lit_effattn.datamodules.speech.wave_augment import WaveAugment
 
-_SPLITS_OF = {"fit": ("train", "val"), "validate": ("val",), "test": ("test",), "predict": ("test",)}
 _WAVES = 1  # in the seed of `wave_augment`, which draws other numbers than `spec_augment`
 
 
@@ -190,7 +190,7 @@ class SpeechData(DataModule):
             return
         if stage == "fit" and self.wave_augment is not None:
             self.wave_augment.check()
-        for split in _SPLITS_OF[stage]:
+        for split in SPLITS_OF[stage]:
             name = "predict" if stage == "predict" else split
             if name not in self._splits:
                 self._splits[name] = self._of_corpus(split, labelled=stage != "predict")

@@ -1,7 +1,6 @@
 """Text in parallel streams, for language models with a memory."""
 
 import hashlib
-from collections.abc import Callable
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -14,6 +13,7 @@ from lit_effattn.checks import applicable, at_least
 from lit_effattn.datamodules.common.base import DataModule
 from lit_effattn.datamodules.common.cache import default_cache
 from lit_effattn.datamodules.common.sampling import loader_options, processes
+from lit_effattn.datamodules.common.splits import PURPOSES, SPLITS_OF
 from lit_effattn.datamodules.text import sources as text_sources
 from lit_effattn.datamodules.text.sources import TextSource
 from lit_effattn.datamodules.text.streams import (
@@ -31,38 +31,19 @@ from lit_effattn.datamodules.text.tokenizers import KINDS, ByteTokenizer, Tokeni
 
 
 class _Source(NamedTuple):
-    read: Callable[[dict[str, Any], bool], TextSource] | None  # of the options, and whether characters stay whole
     tokens: str  # default
     root: str | None  # default
     options: tuple[str, ...]  # arguments that other sources reject
 
 
-def _benchmark(name: str) -> Callable[[dict[str, Any], bool], TextSource]:
-    def read(options: dict[str, Any], whole: bool) -> TextSource:
-        root, limit = Path(options["root"]), options["max_bytes"]
-        return text_sources.benchmark(name, root, whole_characters=whole, max_bytes=limit)
-
-    return read
-
-
-def _files(options: dict[str, Any], whole: bool) -> TextSource:
-    return text_sources.files(Path(options["root"]), options["glob"], whole_characters=whole)
-
-
-def _hub(options: dict[str, Any], whole: bool) -> TextSource:
-    return text_sources.huggingface(options["path"], options["subset"], options["column"] or "text")
-
-
 _SOURCES = {
-    "stdlib": _Source(lambda options, _: text_sources.stdlib(options["max_bytes"]), "bytes", None, ("max_bytes",)),
-    "enwik8": _Source(_benchmark("enwik8"), "bytes", "data", ("root", "max_bytes")),
-    "text8": _Source(_benchmark("text8"), "characters", "data", ("root", "max_bytes")),
-    "wikitext103": _Source(
-        lambda options, _: text_sources.wikitext103(Path(options["root"])), "words", "data/wikitext-103", ("root",)
-    ),
-    "files": _Source(_files, "bytes", None, ("root", "glob")),
-    "huggingface": _Source(_hub, "bytes", None, ("path", "subset", "column")),
-    "prepared": _Source(None, "bytes", None, ("root",)),  # a token store
+    "stdlib": _Source("bytes", None, ("max_bytes",)),
+    "enwik8": _Source("bytes", "data", ("root", "max_bytes")),
+    "text8": _Source("characters", "data", ("root", "max_bytes")),
+    "wikitext103": _Source("words", "data/wikitext-103", ("root",)),
+    "files": _Source("bytes", None, ("root", "glob")),
+    "huggingface": _Source("bytes", None, ("path", "subset", "column")),
+    "prepared": _Source("bytes", None, ("root",)),  # a token store
 }
 _TAKES = {name: source.options for name, source in _SOURCES.items()}
 
@@ -181,6 +162,7 @@ class TextStream(DataModule):
         self._options: dict[str, Any] = options | {
             "root": root or _SOURCES[source].root,
             "glob": glob or "**/*.txt",
+            "column": column or "text",
         }
 
     @property
@@ -247,9 +229,17 @@ class TextStream(DataModule):
 
     def _text(self) -> TextSource:
         """Return the text, which a subclass may read in its own way."""
-        read = _SOURCES[self.source].read
-        assert read is not None  # of a token store
-        return read(self._options, self.tokens != "bytes")
+        options, whole = self._options, self.tokens != "bytes"
+        if self.source == "stdlib":
+            return text_sources.stdlib(options["max_bytes"])
+        if self.source == "huggingface":
+            return text_sources.huggingface(options["path"], options["subset"], options["column"])
+        root = Path(options["root"])
+        if self.source == "wikitext103":
+            return text_sources.wikitext103(root)
+        if self.source == "files":
+            return text_sources.files(root, options["glob"], whole_characters=whole)
+        return text_sources.benchmark(self.source, root, whole_characters=whole, max_bytes=options["max_bytes"])
 
     def prepare_data(self) -> None:
         """Tokenize the text unless an earlier run did.
@@ -263,9 +253,7 @@ class TextStream(DataModule):
     def setup(self, stage: str) -> None:
         """Open the tokens and log their number, and the files that are left out."""
         self._reject_overfit_batches("a smaller max_bytes")
-        counts = [
-            f"{self._store.n_tokens(split):,} {name}" for split, name in _SPLITS_OF.get(stage, _SPLITS_OF["test"])
-        ]
+        counts = [f"{self._store.n_tokens(split):,} {PURPOSES[split]}" for split in SPLITS_OF[stage]]
         rank_zero_info(f"{self.source}: {', '.join(counts)}; vocabulary of {self.vocab_size:,} {self.tokens}")
         if self.source == "files" and (
             faults := text_sources.unread(Path(self._options["root"]), self._options["glob"])
@@ -321,10 +309,6 @@ class TextStream(DataModule):
 
     def _vocabulary_digest(self) -> str:
         return hashlib.sha256(self.tokenizer.encode()).hexdigest()[:16]
-
-
-_TRAIN, _VAL, _TEST = ("train", "to train on"), ("val", "to validate"), ("test", "to test")
-_SPLITS_OF = {"fit": (_TRAIN, _VAL), "validate": (_VAL,), "test": (_TEST,)}
 
 
 def _check_options(source: str, **options: Any) -> None:

@@ -9,7 +9,7 @@ import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
 from lit_effattn.checks import applicable, at_least
-from lit_effattn.datamodules.common.faults import Fault, Faults
+from lit_effattn.datamodules.common.faults import Faults
 from lit_effattn.datamodules.common.labelled import LabelledBatch, pad_labelled
 from lit_effattn.datamodules.common.packing import pack
 from lit_effattn.datamodules.common.splits import SPLITS
@@ -132,15 +132,11 @@ class LabelledTexts(LengthBatched):
         labels: dict[str, list[str]] = {split: [] for split in SPLITS}
         for split in SPLITS:
             faults = self.left_out[split] = Faults()
-            for pair in source.splits[split]():
-                if isinstance(pair, Fault):
-                    faults.add(pair)
-                else:
-                    texts[split].append(pair.source.encode())
-                    labels[split].append(pair.target)
-        for split in SPLITS:
+            for pair in source.pairs(split, faults):
+                texts[split].append(pair.source.encode())
+                labels[split].append(pair.target)
             if not texts[split]:
-                first = f"; left out: {self.left_out[split].first}" if self.left_out[split] else ""
+                first = f"; left out: {faults.first}" if faults else ""
                 raise ValueError(f"{self.root}: no text with a class for {split!r}{first}; add some")
         classes = tuple(sorted({*labels["train"], *labels["val"], *labels["test"]}))
         self._check_classes(classes, labels["train"])

@@ -9,7 +9,7 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from lit_effattn.datamodules.common.faults import Fault
+from lit_effattn.datamodules.common.faults import Fault, Faults
 from lit_effattn.datamodules.common.json_data import parse_json
 from lit_effattn.datamodules.common.splits import HELD_OUT, SPLITS
 
@@ -40,6 +40,14 @@ class PairSource(NamedTuple):
     name: str
     splits: dict[str, _Pairs]
     identity: Any
+
+    def pairs(self, split: str, faults: Faults) -> Iterator[Pair]:
+        """Yield the pairs of a split, and add its faults to `faults`."""
+        for item in self.splits[split]():
+            if isinstance(item, Fault):
+                faults.add(item)
+            else:
+                yield item
 
 
 def aligned_files(root: Path, source_suffix: str, target_suffix: str) -> PairSource:

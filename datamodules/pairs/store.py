@@ -3,7 +3,7 @@
 import hashlib
 import json
 from array import array
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from functools import partial
 from itertools import accumulate, chain, islice
 from pathlib import Path
@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from lit_effattn.datamodules.common.cache import cached_folder, write_about
-from lit_effattn.datamodules.common.faults import Fault, Faults
+from lit_effattn.datamodules.common.faults import Faults
 from lit_effattn.datamodules.common.files import regular
 from lit_effattn.datamodules.common.json_data import parse_json
 from lit_effattn.datamodules.common.splits import SPLITS
@@ -129,13 +129,13 @@ def tokenized_pairs(source: PairSource, vocabularies: Vocabularies, *, merged: b
 
 def _make(source: PairSource, vocabularies: Vocabularies, merged: bool, folder: Path) -> None:
     with progress("Reading the vocabularies", None):
-        tokenizers = vocabularies.learn(lambda: _pairs(source, "train", Faults()))
+        tokenizers = vocabularies.learn(lambda: source.pairs("train", Faults()))
     for side in _SIDES:
         (folder / side).mkdir()
     faults = {split: Faults() for split in SPLITS}
     with progress("Tokenizing", None):
         for split in SPLITS:
-            pairs = _pairs(source, split, faults[split])
+            pairs = source.pairs(split, faults[split])
             items = _merged(pairs) if merged and split != "train" else ((pair.source, [pair.target]) for pair in pairs)
             if not _write(folder, split, tokenizers, items):
                 first = f"; the first of what is left out: {faults[split].first}" if faults[split] else ""
@@ -143,15 +143,6 @@ def _make(source: PairSource, vocabularies: Vocabularies, merged: bool, folder: 
     for side, tokenizer in zip(_SIDES, tokenizers, strict=True):
         write_manifest(folder / side, tokenizer, {"splits": SPLITS}, len(SPLITS))
     write_about(folder, {"faults": {split: of_split.to_data() for split, of_split in faults.items()}})
-
-
-def _pairs(source: PairSource, split: str, faults: Faults) -> Iterator[Pair]:
-    """Yield the pairs of a split, and add faults to `faults`."""
-    for item in source.splits[split]():
-        if isinstance(item, Fault):
-            faults.add(item)
-        else:
-            yield item
 
 
 def _merged(pairs: Iterable[Pair]) -> Iterable[tuple[str, list[str]]]:

@@ -1,5 +1,6 @@
 """Tokenizers: bytes, characters, words, byte-pair encoding, those of pretrained models, and token numbers."""
 
+import codecs
 import json
 import re
 from abc import ABC, abstractmethod
@@ -227,14 +228,11 @@ class CharacterTokenizer(Tokenizer):
 
     @staticmethod
     def cut(block: bytes) -> int:
-        """Cut before a character at the end that may be incomplete. Characters have at most four bytes."""
-        for length in range(1, min(4, len(block)) + 1):
-            byte = block[-length]
-            if byte < 0x80:
-                return len(block)
-            if byte >= 0xC0:  # a character's first byte
-                return len(block) - length
-        return len(block)  # invalid UTF-8: decoding raises the error
+        """Cut before an incomplete character at the end. Characters have at most four bytes."""
+        decoder = codecs.getincrementaldecoder("utf-8")("ignore")  # invalid UTF-8 is named when the text is decoded
+        decoder.decode(block[-4:])
+        incomplete, _ = decoder.getstate()
+        return len(block) - len(incomplete)
 
     @classmethod
     def learn(cls, texts: Iterable[str], vocab_size: int | None) -> "CharacterTokenizer":

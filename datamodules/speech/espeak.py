@@ -14,12 +14,12 @@ import subprocess
 import sys
 import sysconfig
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import closing
 from functools import partial
 from importlib.util import find_spec
 from itertools import pairwise
 from pathlib import Path
-from typing import IO, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -192,6 +192,9 @@ class Synthesizer:
         program = Path(__file__).with_name("espeak_process.py")
         command = [sys.executable, str(program), library, *([] if data is None else [data])]
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._requests, self._answers = self._process.stdin, self._process.stdout
         try:
             hello = self._answer()
         except ChildProcessError:
@@ -208,19 +211,18 @@ class Synthesizer:
             ValueError: If espeak-ng reports a sound that `espeak_phones` does not know.
         """
         request = speaker._asdict() | {"text": text}
-        requests = _pipe(self._process.stdin)
         try:
-            requests.write(json.dumps(request).encode() + b"\n")
-            requests.flush()
+            self._requests.write(json.dumps(request).encode() + b"\n")
+            self._requests.flush()
         except BrokenPipeError as error:
             raise ChildProcessError(f"the espeak-ng process ended before {text!r}") from error
         answer = self._answer()
-        audio = np.frombuffer(_pipe(self._process.stdout).read(2 * answer["samples"]), np.int16)
+        audio = np.frombuffer(self._answers.read(2 * answer["samples"]), np.int16)
         phones, times = timed_phones(answer["phones"], len(audio), self._sample_rate)
         return Spoken(_resampled(audio, self._sample_rate), phones, times)
 
     def _answer(self) -> dict[str, Any]:
-        line = _pipe(self._process.stdout).readline()
+        line = self._answers.readline()
         if not line:
             raise ChildProcessError(f"the espeak-ng process ended with status {self._process.wait()}")
         answer = json.loads(line)
@@ -231,21 +233,6 @@ class Synthesizer:
     def close(self) -> None:
         """End the process."""
         self._process.communicate()  # no more requests
-
-
-def _pipe(pipe: IO[bytes] | None) -> IO[bytes]:
-    assert pipe is not None
-    return pipe
-
-
-@contextmanager
-def synthesizer() -> Iterator[Synthesizer]:
-    """Start a `Synthesizer` and close it on exit."""
-    voice = Synthesizer()
-    try:
-        yield voice
-    finally:
-        voice.close()
 
 
 def timed_phones(
@@ -317,7 +304,7 @@ def _is_made(root: Path, minutes: float) -> bool:
 def _make(folder: Path, minutes: float) -> None:
     about: dict[str, Any] = {"format": FORMAT, "minutes": minutes, "python": sys.version.split()[0]}
     rank_zero_info(f"Synthesising {minutes:g} minutes of speech with espeak-ng, once")
-    with synthesizer() as voice, progress_bar() as bar:
+    with closing(Synthesizer()) as voice, progress_bar() as bar:
         about["espeak-ng"] = voice.version
         sentences = iter(library_sentences())  # after espeak-ng has started, since this takes seconds
         task = bar.add_task("Synthesising speech", total=minutes * 60)
@@ -342,7 +329,12 @@ def _make_split(
     n, n_phones, done = 0, 0, 0.0
     with (folder / f"{split}.jsonl").open("w", encoding="utf-8") as manifest:
         while done < seconds:
-            for text in _next(sentences, split, done, seconds):
+            if (pieces := next(sentences, None)) is None:
+                raise ValueError(
+                    f"this Python's documentation gives only {done / 60:.0f} of the {seconds / 60:.0f} minutes of "
+                    f"{split!r}; request fewer minutes"
+                )
+            for text in pieces:
                 speaker = in_turn[n % len(in_turn)]
                 spoken = voice.say(speaker, text)
                 name = f"{split}/{n:05d}-{speaker.voice}.flac"
@@ -360,16 +352,6 @@ def _make_split(
                 n, n_phones, done = n + 1, n_phones + len(spoken.phones), done + duration
                 advance(duration)
     return {"utterances": n, "minutes": round(done / 60, 2), "phones": n_phones, "phones/s": round(n_phones / done, 2)}
-
-
-def _next(sentences: Iterator[list[str]], split: str, done: float, seconds: float) -> list[str]:
-    pieces = next(sentences, None)
-    if pieces is None:
-        raise ValueError(
-            f"this Python's documentation gives only {done / 60:.0f} of the {seconds / 60:.0f} minutes of {split!r}; "
-            "request fewer minutes"
-        )
-    return pieces
 
 
 def main(arguments: list[str] | None = None) -> None:

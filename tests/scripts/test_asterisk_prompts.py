@@ -1,12 +1,13 @@
 import gzip
 import json
 import re
+from contextlib import closing
 
 import pytest
 import soundfile
 
 from lit_effattn.datamodules import Filterbanks, ManifestCorpus, SpeechData, read_audio
-from lit_effattn.datamodules.speech.espeak import Speaker, synthesizer
+from lit_effattn.datamodules.speech.espeak import Speaker, Synthesizer
 from lit_effattn.datamodules.speech.phonemes import ESPEAK_PHONES
 from scripts.asterisk_prompts import FOLDING, SOUNDS, TO_ESPEAK, TRANSCRIPTS, main
 from tests.support.commands import REPOSITORY
@@ -108,7 +109,7 @@ win W IH1 N, yes Y EH1 S, buzz B AH1 Z, hug HH AH1 G, dim D IH1 M"""
 
 def test_the_american_voice_says_words_so():
     pytest.importorskip("espeakng_loader")
-    with synthesizer() as voice:
+    with closing(Synthesizer()) as voice:
         for word, *phones in (entry.split() for entry in WORDS.split(",")):
             phonemes = voice.say(Speaker("en-us+m1", 160, 50), word).phones
             assert phonemes == [TO_ESPEAK[phone] for phone in phones], word

@@ -1,6 +1,7 @@
 import importlib.util
 import json
 import time
+from contextlib import closing
 from pathlib import Path
 
 import numpy as np
@@ -9,7 +10,7 @@ import soundfile
 
 from lit_effattn.datamodules import EspeakCorpus
 from lit_effattn.datamodules.speech import espeak
-from lit_effattn.datamodules.speech.espeak import Speaker, Synthesizer, speakers, synthesizer, timed_phones
+from lit_effattn.datamodules.speech.espeak import Speaker, Synthesizer, speakers, timed_phones
 from lit_effattn.datamodules.speech.phonemes import ESPEAK_PHONES
 
 LINCOLN = "four score and seven years ago our fathers brought forth on this continent a new nation"
@@ -96,7 +97,7 @@ def test_another_folder_is_left_alone(tmp_path: Path):
 
 @needs_espeak
 def test_what_is_said():
-    with synthesizer() as voice:
+    with closing(Synthesizer()) as voice:
         american = voice.say(Speaker("en-us+m1", 160, 50), "a better cat")
         british = voice.say(Speaker("en+f1", 160, 50), "a better cat")
         with pytest.raises(ChildProcessError, match=r"no voice 'en-us\+nobody'"):
@@ -109,7 +110,7 @@ def test_what_is_said():
 def test_breath_is_the_same_at_any_time():
     samples = []
     for _ in range(2):
-        with synthesizer() as voice:
+        with closing(Synthesizer()) as voice:
             samples.append(voice.say(Speaker("en+f5", 200, 50), "see").samples)
         time.sleep(1.01)  # the seed was the time in seconds
     assert np.array_equal(*samples)
@@ -118,7 +119,7 @@ def test_breath_is_the_same_at_any_time():
 @needs_espeak
 def test_phones_are_where_their_times_say():
     """An s is above 4 kHz, a vowel below."""
-    with synthesizer() as voice:
+    with closing(Synthesizer()) as voice:
         spoken = voice.say(Speaker("en-us+m1", 140, 50), "see sow saw sigh say so")
     assert spoken.phones[::2] == ["s"] * 6
     spectra = [np.abs(np.fft.rfft(spoken.samples[int(a * 16_000) : int(b * 16_000)])) ** 2 for a, b in spoken.times]

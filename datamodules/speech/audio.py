@@ -195,6 +195,8 @@ def stream_pcm(file: BinaryIO, sample_rate: int, block: int) -> Iterator[Tensor]
 def _after_wav_header(file: BinaryIO, sample_rate: int) -> bytes:
     """Read to the first sample. The lengths in a stream's header are unknown to its writer, and are not used."""
     name = Path("standard input")
+    # The first 16 bytes of the chunk `fmt `: PCM, 1 channel, the rate, bytes/s, 2 bytes, 16 bits.
+    expected = struct.pack("<HHIIHH", 1, 1, sample_rate, 2 * sample_rate, 2, 16)
     file.read(8)  # the length, and WAVE
     while len(header := file.read(8)) == 8:
         kind, size = header[:4], int.from_bytes(header[4:], "little")
@@ -203,12 +205,7 @@ def _after_wav_header(file: BinaryIO, sample_rate: int) -> bytes:
         if size > _LARGEST_CHUNK:
             break
         chunk = file.read(size + size % 2)
-        if kind == b"fmt " and chunk[:16] != _format(sample_rate):
+        if kind == b"fmt " and chunk[:16] != expected:
             message = f"its WAV header is not of {sample_rate} Hz, 16 bits and one channel; convert it"
             raise AudioError.of(name, "other rate", message)
     raise AudioError.of(name, "unreadable", "its WAV header is damaged; send the samples alone, or correct it")
-
-
-def _format(sample_rate: int) -> bytes:
-    """Return the first 16 bytes of a WAV file's chunk `fmt `: PCM, 1 channel, the rate, bytes/s, 2 bytes, 16 bits."""
-    return struct.pack("<HHIIHH", 1, 1, sample_rate, 2 * sample_rate, 2, 16)

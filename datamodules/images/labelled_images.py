@@ -35,6 +35,9 @@ class LabelledImages(PixelSequences):
     The arguments are those of `PixelSequences`.
     """
 
+    n_features = None
+    """None: the sequences are tokens."""
+
     @cached_property
     def classes(self) -> tuple[str, ...]:
         """Names of the classes, in the order of their labels. Those of a folder are sorted.
@@ -56,10 +59,6 @@ class LabelledImages(PixelSequences):
     def vocab_size(self) -> int:
         """Number of tokens: `n_levels`."""
         return self.n_levels
-
-    @property
-    def n_features(self) -> None:
-        """None: the sequences are tokens."""
 
     @property
     def shape(self) -> tuple[int, ...]:

@@ -73,6 +73,11 @@ class LabelledTexts(LengthBatched):
         ValueError: If an argument is out of its range or does not apply to the corpus.
     """
 
+    vocab_size = 256
+    """Number of tokens: 256."""
+    n_features = None
+    """None: the sequences are tokens."""
+
     def __init__(
         self,
         corpus: Literal["tsv", "jsonl"] = "tsv",
@@ -109,15 +114,6 @@ class LabelledTexts(LengthBatched):
             ValueError: If there are no texts to train on, or fewer than two classes.
         """
         return self._corpus[0]
-
-    @property
-    def vocab_size(self) -> int:
-        """Number of tokens: 256."""
-        return 256
-
-    @property
-    def n_features(self) -> None:
-        """None: the sequences are tokens."""
 
     @property
     def shape(self) -> tuple[int, ...]:

@@ -354,6 +354,9 @@ class EspeakCorpus(SpeechCorpus):
         ValueError: If `minutes` is not positive.
     """
 
+    phones = ESPEAK_PHONES
+    """`ESPEAK_PHONES`, available before the corpus is made."""
+
     def __init__(self, root: str = "data/espeak", *, minutes: float = ESPEAK_MINUTES) -> None:
         if not minutes > 0:
             raise ValueError(f"minutes={minutes:g} must be more than 0")
@@ -373,8 +376,3 @@ class EspeakCorpus(SpeechCorpus):
     def utterances(self, split: str) -> list[Utterance]:
         """Return the utterances of "train", "val" or "test". `prepare` must have been called."""
         return [line.utterance for line in read_manifest(self.root / f"{split}.jsonl")]
-
-    @property
-    def phones(self) -> tuple[str, ...]:
-        """`ESPEAK_PHONES`, available before the corpus is made."""
-        return ESPEAK_PHONES

@@ -39,6 +39,11 @@ class TimitCorpus(SpeechCorpus):
             the disc, RIFF or FLAC.
     """
 
+    phones = TIMIT_48
+    """The 48 training phones."""
+    folded = tuple(timit_39(phone) for phone in TIMIT_48)
+    """The phone that each phone is scored as, 39 different ones."""
+
     def __init__(self, root: str) -> None:
         self.root: Path = Path(root)
 
@@ -67,16 +72,6 @@ class TimitCorpus(SpeechCorpus):
         if not labels:
             raise self._missing(f"no .PHN file of a speaker for {split!r}")
         return [_utterance(path) for path in labels]
-
-    @property
-    def phones(self) -> tuple[str, ...]:
-        """The 48 training phones."""
-        return TIMIT_48
-
-    @property
-    def folded(self) -> tuple[str, ...]:
-        """The phone that each phone is scored as, 39 different ones."""
-        return tuple(timit_39(phone) for phone in TIMIT_48)
 
     def _folder(self, name: str) -> Path:
         folders = self.root.iterdir() if self.root.is_dir() else ()

@@ -29,6 +29,11 @@ class SyntheticTask(DataModule):
         ValueError: If an argument is out of its range.
     """
 
+    unit = "token"
+    """Name of the unit that a token represents."""
+    tokenizer = None
+    """None, since the tokens do not represent text."""
+
     def __init__(
         self,
         batch_size: int,
@@ -48,16 +53,6 @@ class SyntheticTask(DataModule):
         self.sizes = {"train": n_train, "val": n_val, "test": n_test}
         self.seed = seed
         self.num_workers = num_workers
-
-    @property
-    def unit(self) -> str:
-        """Name of the unit that a token represents."""
-        return "token"
-
-    @property
-    def tokenizer(self) -> None:
-        """None, since the tokens do not represent text."""
-        return None
 
     def train_dataloader(self) -> ResumableLoader:
         """Return a loader of new sequences each epoch, in batches of equal size."""

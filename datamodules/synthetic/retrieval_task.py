@@ -51,6 +51,9 @@ class RetrievalTask(SyntheticTask):
         ([[8, 10, 2, 10, 10, 10, 10, 10, 11]], [[8, 2, 10]], [['8 2']])
     """
 
+    source_tokenizer = target_tokenizer = None
+    """None, since the tokens do not represent text."""
+
     def __init__(
         self,
         length: int = 4096,
@@ -85,16 +88,6 @@ class RetrievalTask(SyntheticTask):
     def target_vocab_size(self) -> int:
         """Number of symbols plus 1, the start and end token."""
         return self.n_symbols + 1
-
-    @property
-    def source_tokenizer(self) -> None:
-        """None, since the tokens do not represent text."""
-        return None
-
-    @property
-    def target_tokenizer(self) -> None:
-        """None, since the tokens do not represent text."""
-        return None
 
     def sequences(self, split: str) -> "RetrievalSequences":
         """Return the pairs of "train", "val" or "test"."""

@@ -50,6 +50,9 @@ class StateTracking(LengthTask):
         True
     """
 
+    min_length = 1
+    """One permutation."""
+
     def __init__(
         self,
         group: Literal["parity", "S3", "S5"] = "S3",
@@ -69,11 +72,6 @@ class StateTracking(LengthTask):
         super().__init__(length, test_lengths, batch_size, eval_batch_size, n_train, n_val, n_test, seed, num_workers)
         self.save_hyperparameters(logger=False)
         self.group = group
-
-    @property
-    def min_length(self) -> int:
-        """One permutation."""
-        return 1
 
     @property
     def vocab_size(self) -> int:

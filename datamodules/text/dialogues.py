@@ -51,6 +51,9 @@ class GroundedDialogues(TextStream):
         ValueError: If an argument is out of its range.
     """
 
+    unit = "token"
+    """Always token, since the ends of turns are scored, too."""
+
     def __init__(
         self,
         root: str = "data/cmu_dog",
@@ -86,11 +89,6 @@ class GroundedDialogues(TextStream):
         self.root = Path(root)
         self.document = document
         self.packed = packed
-
-    @property
-    def unit(self) -> str:
-        """Always token, since the ends of turns are scored, too."""
-        return "token"
 
     @property
     def n_scored(self) -> dict[str, int]:

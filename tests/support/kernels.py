@@ -13,7 +13,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from lit_effattn.ops.runtime import selection
 from lit_effattn.ops.runtime.selection import KERNELS
 from tests.support.compile_for_gpu import COMPILED, MOST_SHARED
 
@@ -150,14 +149,6 @@ def assert_same_through(form: str, attention: Any, n: int, called: list, monkeyp
     assert len(called) == 2
     for a, b in zip(kernels, plain, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-4)
-
-
-@pytest.fixture
-def no_notices():
-    """Every notice is given again."""
-    selection._notice.cache_clear()
-    yield
-    selection._notice.cache_clear()
 
 
 class Tensors:

@@ -14,7 +14,7 @@ from lit_effattn.ops.runtime import cpp_build
 from lit_effattn.ops.runtime.selection import KERNELS
 from tests.support import kernels
 from tests.support.cpp_kernels import each_kind_of_vectors, needs_kernels
-from tests.support.kernels import favor_definition, no_notices, positive_definition, summed_keys  # noqa: F401
+from tests.support.kernels import favor_definition, positive_definition, summed_keys
 from tests.support.tensor_sizes import Made
 
 pytestmark = [needs_kernels(cpp_kernels), pytest.mark.usefixtures("no_notices")]

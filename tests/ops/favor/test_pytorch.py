@@ -28,12 +28,6 @@ def _in_pytorch(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv(KERNELS, "plain")
 
 
-@pytest.fixture(params=["plain", ""], ids=["in PyTorch", "in C++"])
-def in_float32(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch):
-    """Run what is in float32 by either form."""
-    monkeypatch.setenv(KERNELS, request.param)
-
-
 def generator(seed: int = 0) -> torch.Generator:
     return torch.Generator().manual_seed(seed)
 

@@ -13,8 +13,6 @@ import torch
 from lit_effattn.attention import PerformerAttention
 from lit_effattn.ops.favor import dispatch
 from lit_effattn.ops.favor.dispatch import positive_favor, use_kernels
-from lit_effattn.ops.runtime import selection
-from lit_effattn.ops.runtime.selection import KERNELS
 from tests.support import kernels
 from tests.support.kernels import Tensors, gradients, log_positive, positive_definition, summed_keys
 
@@ -88,17 +86,6 @@ def _in_float32(t):
     if t.dtype.scalar != tl.bfloat16:
         return t
     return interpreter.TensorHandle((t.data.view(np.uint16).astype(np.uint32) << 16).view(np.float32), tl.float32)
-
-
-@pytest.fixture
-def groups(monkeypatch: pytest.MonkeyPatch):
-    """Say into how many groups a head's chunks are cut, if there are as many chunks."""
-
-    def cut(into: int) -> None:
-        monkeypatch.setattr(triton_kernels, "_at_once", lambda device: into * B * H)
-
-    cut(1)
-    return cut
 
 
 @pytest.mark.parametrize(
@@ -299,19 +286,13 @@ def test_long_sequences_on_the_gpu(dtype: torch.dtype, precision: str, width: in
 
 
 @pytest.fixture(autouse=True)
-def _unsaid(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setenv(KERNELS, "triton")  # on the CPU those in C++ are used
-    monkeypatch.setattr(torch.version, "hip", None)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    selection._notice.cache_clear()
+def _asked_for(in_triton, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(dispatch, "_failure", lambda *of: None)  # there is no GPU to try them on
-    yield
-    selection._notice.cache_clear()
 
 
-def test_chosen_on_cuda_and_what_is_not_is_said(monkeypatch: pytest.MonkeyPatch, recwarn):
+def test_chosen_on_cuda_and_what_is_not_is_said(capability, monkeypatch: pytest.MonkeyPatch, recwarn):
     """How a form is chosen is tested with linear attention's kernels."""
-    monkeypatch.delenv(KERNELS)
+    capability(9, 0)
     assert use_kernels(Tensors(width=128), Tensors(), 256)
     assert use_kernels(Tensors(dtype=torch.float32), Tensors(dtype=torch.float32), 256)
     assert not recwarn

@@ -12,7 +12,7 @@ from lit_effattn.ops.runtime import cpp_build
 from lit_effattn.ops.runtime.selection import KERNELS
 from tests.support.cpp_kernels import each_kind_of_vectors, needs_kernels
 from tests.support.gated_linear import RULES, assert_defined, by_position, inputs
-from tests.support.kernels import gradients, no_notices  # noqa: F401
+from tests.support.kernels import gradients
 
 pytestmark = [needs_kernels(cpp_kernels), pytest.mark.usefixtures("no_notices")]
 each_rule = pytest.mark.parametrize(("decay", "delta"), RULES)

@@ -10,19 +10,12 @@ from lit_effattn.ops.gated_linear.pytorch import (
     gated_linear_weights,
     plain_gated_linear_attention,
 )
-from lit_effattn.ops.runtime.selection import KERNELS
 from tests.support.gated_linear import DECAYS, RULES, assert_defined, by_position, definition, inputs
 from tests.support.kernels import assert_second_derivative_is_refused, check_operators
 from tests.support.tensor_sizes import Largest, Made, largest_in_training
 
 each_rule = pytest.mark.parametrize(("decay", "delta"), RULES)
 each_form = pytest.mark.parametrize("function", [gated_linear_attention, plain_gated_linear_attention])
-
-
-@pytest.fixture(params=["plain", ""], ids=["in PyTorch", "in C++"])
-def in_float32(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch):
-    """Run what is in float32 by either form."""
-    monkeypatch.setenv(KERNELS, request.param)
 
 
 def assert_close(found, expected, **options) -> None:

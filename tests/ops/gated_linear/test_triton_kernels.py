@@ -9,7 +9,6 @@ import torch
 from lit_effattn.attention import GatedDeltaNetAttention, RetentionAttention
 from lit_effattn.ops.gated_linear import pytorch
 from lit_effattn.ops.gated_linear.pytorch import gated_linear_attention, use_kernels
-from lit_effattn.ops.runtime import selection
 from lit_effattn.ops.runtime.selection import KERNELS
 from tests.support import kernels
 from tests.support.gated_linear import RULES, assert_defined, by_position, inputs
@@ -29,12 +28,8 @@ pytestmark = pytest.mark.skipif(
 
 
 @pytest.fixture(autouse=True)
-def _asked_for(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setenv(KERNELS, "triton")  # on the CPU the others are used
-    selection._notice.cache_clear()
+def _asked_for(in_triton, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(pytorch, "_failure", lambda *of: None)  # there is no GPU to try them on
-    yield
-    selection._notice.cache_clear()
 
 
 def single(n: int, d: int, dv: int, decay: str, delta: bool, **options):
@@ -170,14 +165,6 @@ def test_long_sequences_on_the_gpu(dtype: torch.dtype, precision: str, width: in
 
 
 # ------------------------------------------------------------------------------------------------------- the dispatch
-
-
-@pytest.fixture
-def capability(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.delenv(KERNELS)
-    monkeypatch.setattr(torch.version, "hip", None)
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "GPU of old")
-    return lambda *numbers: monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: numbers)
 
 
 def used(device: str = "cuda", state: torch.dtype = torch.float32, **options) -> bool:

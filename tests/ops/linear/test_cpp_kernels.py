@@ -16,7 +16,7 @@ from lit_effattn.ops.runtime import cpp_build
 from lit_effattn.ops.runtime.selection import KERNELS
 from tests.support import kernels
 from tests.support.cpp_kernels import HAS, each_kind_of_vectors, needs_kernels
-from tests.support.kernels import elu_definition, elu_features, linear_definition, no_notices  # noqa: F401
+from tests.support.kernels import elu_definition, elu_features, linear_definition
 from tests.support.tensor_sizes import Made
 
 pytestmark = [needs_kernels(cpp_kernels), pytest.mark.usefixtures("no_notices")]

@@ -7,17 +7,10 @@ from lit_effattn.ops.linear.pytorch import (
     linear_attention_step,
     plain_causal_linear_attention,
 )
-from lit_effattn.ops.runtime.selection import KERNELS
 from tests.support.kernels import assert_second_derivative_is_refused, check_operators
 from tests.support.tensor_sizes import Largest, Made, largest_in_training
 
 B, H, F, D = 2, 3, 5, 4
-
-
-@pytest.fixture(params=["plain", ""], ids=["in PyTorch", "in C++"])
-def in_float32(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch):
-    """Run what is in float32 by either form."""
-    monkeypatch.setenv(KERNELS, request.param)
 
 
 def features(n: int, f: int = F, h: int = H, b: int = B) -> torch.Tensor:

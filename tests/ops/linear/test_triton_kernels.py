@@ -34,12 +34,8 @@ pytestmark = pytest.mark.skipif(
 
 
 @pytest.fixture(autouse=True)
-def _asked_for(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setenv(KERNELS, "triton")  # on the CPU the others are used
-    selection._notice.cache_clear()
+def _asked_for(in_triton, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(dispatch, "_failure", lambda *of: None)  # there is no GPU to try them on
-    yield
-    selection._notice.cache_clear()
 
 
 def inputs(n: int, d: int = 16, dv: int = 16, dtype: torch.dtype = torch.float32, b: int = B, h: int = H):
@@ -57,17 +53,6 @@ def inputs(n: int, d: int = 16, dv: int = 16, dtype: torch.dtype = torch.float32
 
 def assert_defined(tensors, lengths=None, rtol=1e-4, **options):
     return kernels.assert_alike(elu_linear_attention, elu_definition, tensors, lengths, rtol=rtol, **options)
-
-
-@pytest.fixture
-def groups(monkeypatch: pytest.MonkeyPatch):
-    """Say into how many groups a head's chunks are cut, if there are as many chunks."""
-
-    def cut(into: int) -> None:
-        monkeypatch.setattr(triton_kernels, "_at_once", lambda device: into * B * H)
-
-    cut(1)
-    return cut
 
 
 @pytest.mark.parametrize(
@@ -241,14 +226,6 @@ def test_long_sequences_on_the_gpu(dtype: torch.dtype, precision: str, width: in
 
 
 # ------------------------------------------------------------------------------------------------------- the dispatch
-
-
-@pytest.fixture
-def capability(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.delenv(KERNELS)
-    monkeypatch.setattr(torch.version, "hip", None)
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "GPU of old")
-    return lambda *numbers: monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: numbers)
 
 
 def test_chosen_on_cuda(capability):

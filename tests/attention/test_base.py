@@ -1,4 +1,4 @@
-"""What every kind of attention does alike, where no law says it: errors of options, and dropout."""
+"""What every kind of attention does alike, where no law says it: errors of options, dropout, and sums."""
 
 import re
 from functools import partial
@@ -6,6 +6,7 @@ from functools import partial
 import pytest
 import torch
 
+from lit_effattn import sequence
 from lit_effattn.attention import (
     CompressiveAttention,
     DeltaNetAttention,
@@ -196,6 +197,46 @@ def test_dropout_in_training_alone(make):
         assert not torch.equal(attention(x)[0], attention(x)[0])
         torch.manual_seed(0)
         assert torch.equal(attention.eval()(x)[0], make(E, H)(x)[0])
+
+
+SUMS = [
+    (LinearAttention, "sz"),
+    *(
+        (partial(PerformerAttention, features=features), "szm")
+        for features in ("positive", "hyperbolic", "trigonometric", "relu")
+    ),
+]
+"""Kinds whose state is sums, and the sums."""
+
+
+@pytest.mark.parametrize("n", [1, 5])
+@pytest.mark.parametrize(("make", "names"), SUMS)
+def test_sums_have_at_least_float32(make, names: str, n: int):
+    def types(attention, state=None):
+        y, state = attention(torch.randn(1, n, E, dtype=attention.out_proj.weight.dtype), state)
+        return y.dtype, *(getattr(state, name).dtype for name in names)
+
+    wide = [torch.float32] * len(names)
+    with torch.autocast("cpu", torch.bfloat16):
+        attention = make(E, H)
+        assert types(attention) == types(attention, attention.initial_state(1)) == (torch.bfloat16, *wide)
+    for dtype in (torch.float16, torch.bfloat16):
+        attention = make(E, H).to(dtype)
+        assert types(attention) == types(attention, attention.initial_state(1)) == (dtype, *wide)
+        assert attention.initial_state(1).s.dtype == torch.float32
+    assert make(E, H).initial_state(1, dtype=torch.float16).z.dtype == torch.float32
+    assert types(make(E, H).double()) == (torch.float64, *[torch.float64] * len(names))
+
+
+@pytest.mark.parametrize(
+    ("make", "names"), [*SUMS, *((kind, "s") for kind in (DeltaNetAttention, GatedLinearAttention, Mamba2Attention))]
+)
+def test_a_donated_step_adds_in_place(make, names: str):
+    attention = make(E, H)
+    with torch.no_grad(), sequence.donated():
+        state = attention.initial_state(2)
+        _, after = attention(torch.randn(2, 1, E), state)
+    assert all(getattr(after, name) is getattr(state, name) for name in names)
 
 
 def test_a_kind_of_ones_own_may_have_a_module_called_dropout():

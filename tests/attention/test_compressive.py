@@ -6,6 +6,7 @@ import torch.nn.functional as F
 
 from lit_effattn import Transformer, sequence
 from lit_effattn.attention import CompressiveAttention
+from lit_effattn.laws.subject import stream
 from tests.laws import definitions
 from tests.support.tensor_sizes import Made
 
@@ -50,11 +51,8 @@ def test_segments_are_compressed_as_in_algorithm_1(chunk_size: int):
     attention = make(segment_len=6, mem_len=6, compressed_len=3, chunk_size=chunk_size)
     x = torch.randn(2, 36, E, dtype=torch.float64)
     memory = compressed = x[:, :0]
-    state, parts, whole = None, [], attention(x)[0]
-    for part in x.split([5, 2, 4, 12, 1, 12], 1):
-        y, state = attention(part, state)
-        parts.append(y)
-    torch.testing.assert_close(torch.cat(parts, 1), whole)
+    whole = attention(x)[0]
+    torch.testing.assert_close(stream(attention, x, [5, 2, 4, 12, 1, 12])[0], whole)
     state = None
     for t, h in enumerate(x.split(6, 1)):
         keys = torch.cat([compressed, memory, h], 1)

@@ -7,6 +7,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from lit_effattn import Transformer, sequence
 from lit_effattn.attention import InfiniteAttention, SoftmaxAttention, long_term_memory
+from lit_effattn.laws.subject import stream
 from lit_effattn.nn.transformer import Block, FeedForward
 from lit_effattn.ops.continuous import normal_masses, width_divergence
 from tests.laws import definitions
@@ -40,11 +41,7 @@ def test_softmax_attention_within_segments_gets_a_long_term_memory(chunk_size: i
     assert not torch.isclose(y[:, 4:], alone[:, 4:]).any()
     attention.ltm_out_proj.weight.data.zero_()
     torch.testing.assert_close(attention(x)[0], alone)
-    state, steps = None, []
-    for position in x.split(1, 1):
-        step, state = attention(position, state)
-        steps.append(step)
-    torch.testing.assert_close(torch.cat(steps, 1), alone)
+    torch.testing.assert_close(stream(attention, x, [1] * 11)[0], alone)
 
 
 @pytest.mark.parametrize("options", [{}, {"short_term": "softmax", "mem_len": 0, "bias": True, "gate": True}])
@@ -58,11 +55,8 @@ def test_a_signal_of_inputs_as_they_were(norm_signal: bool, options: dict):
     torch.nn.init.normal_(norm.bias)
     x = 3 * inputs(2, 21) + 1
     expected = definitions.infinite(attention, norm(x), norm(x) if norm_signal else x)
-    state, found = None, []
-    for part in x.split([9, 1, 1, 10], 1):
-        y, state = attention(part, state)
-        found.append(y)
-    torch.testing.assert_close(torch.cat(found, 1), expected)
+    found, state = stream(attention, x, [9, 1, 1, 10])
+    torch.testing.assert_close(found, expected)
     torch.testing.assert_close(attention(x)[0], expected)
     torch.testing.assert_close(state.inputs, x[:, -state.inputs.size(1) :])
 

@@ -3,7 +3,6 @@ from functools import partial
 import pytest
 import torch
 
-from lit_effattn import sequence
 from lit_effattn.attention import HedgehogFeatureMap, LinearAttention
 
 E, H = 12, 3
@@ -31,34 +30,3 @@ def test_the_first_position_of_hedgehog_is_its_value(causal: bool, n: int):
         share = products / (products + 1e-6)
         y = attention.out_proj((share[..., None] * v).transpose(1, 2).flatten(2))
         torch.testing.assert_close(former(x, lengths=lengths)[0][:, :1], y, rtol=1e-3, atol=1e-4)
-
-
-@pytest.mark.parametrize("n", [1, 5])
-def test_sums_have_at_least_float32(n: int):
-    x = torch.randn(1, n, E)
-
-    def types(attention, state=None):
-        y, state = attention(x.to(attention.out_proj.weight.dtype), state)
-        return y.dtype, state.s.dtype, state.z.dtype
-
-    wide = (torch.float32, torch.float32)
-    with torch.autocast("cpu", torch.bfloat16):
-        attention = LinearAttention(E, H)
-        assert types(attention) == (torch.bfloat16, *wide)
-        assert types(attention, attention.initial_state(1)) == (torch.bfloat16, *wide)
-    for dtype in (torch.float16, torch.bfloat16):
-        attention = LinearAttention(E, H).to(dtype)
-        assert types(attention) == (dtype, *wide)
-        assert types(attention, attention.initial_state(1)) == (dtype, *wide)
-        assert attention.initial_state(1).s.dtype == torch.float32
-    assert LinearAttention(E, H).initial_state(1, dtype=torch.float16).z.dtype == torch.float32
-    assert types(LinearAttention(E, H).double()) == (torch.float64,) * 3
-
-
-def test_a_donated_step_adds_in_place():
-    attention = LinearAttention(E, H)
-    with torch.no_grad(), sequence.donated():
-        state = attention.initial_state(2)
-        _, after = attention(torch.randn(2, 1, E), state)
-    assert after.s is state.s
-    assert after.z is state.z

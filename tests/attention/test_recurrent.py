@@ -7,7 +7,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from lit_effattn import sequence
 from lit_effattn.attention import (
     DeltaNetAttention,
     GatedDeltaNetAttention,
@@ -342,12 +341,3 @@ def test_other_weights_become_those_of_a_delta_rule():
     missing, unexpected = delta.load_state_dict(softmax.state_dict(), strict=False)
     assert not unexpected
     assert {name.partition(".")[0] for name in missing} <= set(delta.extra_parameters)
-
-
-def test_a_donated_step_updates_the_matrix_in_place():
-    for make in (DeltaNetAttention, GatedLinearAttention, Mamba2Attention):
-        module = make(E, H)
-        with torch.no_grad(), sequence.donated():
-            state = module.initial_state(2)
-            _, after = module(torch.randn(2, 1, E), state)
-        assert after.s is state.s

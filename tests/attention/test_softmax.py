@@ -11,6 +11,7 @@ from lit_effattn.attention import (
 )
 from lit_effattn.attention.feature_maps import EluFeatureMap
 from lit_effattn.attention.positions import RotaryPositions
+from lit_effattn.laws.subject import stream
 from tests.laws import definitions
 
 E, H = 12, 3
@@ -47,9 +48,7 @@ def test_queries_and_keys_of_another_width():
     expected = definitions.softmax(attention, x)
     torch.testing.assert_close(attention(x)[0], expected)
     for state in (None, attention.initial_state(2, max_len=7)):
-        first, state = attention(x[:, :4], state)
-        rest, _ = attention(x[:, 4:], state)
-        torch.testing.assert_close(torch.cat([first, rest], 1), expected)
+        torch.testing.assert_close(stream(attention, x, [4, 3], state)[0], expected)
     values = attention._heads(attention.v_proj(x))
     seen = attention.out_proj((attention.attention_weights(x) @ values).transpose(1, 2).flatten(2))
     torch.testing.assert_close(seen, expected)
@@ -78,8 +77,7 @@ def test_normalised_queries_and_keys_of_a_given_width(kind, definition, options:
     expected = definition(attention, x)
     torch.testing.assert_close(attention(x)[0], expected)
     for state in (None, attention.initial_state(2, max_len=7)):
-        first, state = attention(x[:, :4], state)
-        torch.testing.assert_close(torch.cat([first, attention(x[:, 4:], state)[0]], 1), expected)
+        torch.testing.assert_close(stream(attention, x, [4, 3], state)[0], expected)
     with torch.autocast("cpu", torch.bfloat16):
         y, state = attention.float()(x.float())
         attention(x.float(), state)

@@ -7,6 +7,7 @@ import torch
 from lit_effattn import PixelModel, Transformer, sequence
 from lit_effattn.attention import SoftmaxAttention, SparseAttention
 from lit_effattn.attention.positions import GridPositions, RotaryPositions
+from lit_effattn.laws.subject import stream
 from lit_effattn.nn.heads import CategoricalHead
 from tests.laws import definitions
 from tests.support.tensor_sizes import Largest
@@ -71,11 +72,7 @@ def test_groups_of_heads_see_the_layouts_of_the_authors_code(num_verts: int):
     assert torch.equal(attention.attention_weights(x)[0] > 0, layout)
     y = attention(x)[0]
     torch.testing.assert_close(y, definitions.sparse(attention, x))
-    state, parts = None, []
-    for part in x.split([3, 1, 9, 1, 15], 1):
-        out, state = attention(part, state)
-        parts.append(out)
-    torch.testing.assert_close(torch.cat(parts, 1), y)
+    torch.testing.assert_close(stream(attention, x, [3, 1, 9, 1, 15])[0], y)
     half = SparseAttention(8, heads, **options, combine="heads").double()
     torch.testing.assert_close(half(x)[0], definitions.sparse(half, x))
 
@@ -107,11 +104,8 @@ def test_queries_and_keys_of_half_the_width(causal: bool, options: dict, rotary:
         torch.testing.assert_close(attention(x)[0], expected)
         if causal:
             for max_len in (None, 17):
-                state, outputs = attention.initial_state(2, max_len=max_len), []
-                for segment in x.split([5, 1, 1, 10], 1):
-                    y, state = attention(segment, state)
-                    outputs.append(y)
-                torch.testing.assert_close(torch.cat(outputs, 1), expected)
+                y, _ = stream(attention, x, [5, 1, 1, 10], attention.initial_state(2, max_len=max_len))
+                torch.testing.assert_close(y, expected)
 
 
 def bytes_of(attention, n: int, **initial) -> int:

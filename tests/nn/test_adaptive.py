@@ -9,6 +9,7 @@ from torch import nn
 
 from lit_effattn.nn.adaptive import AdaptiveEmbedding, AdaptiveHead
 from lit_effattn.nn.heads import CategoricalHead, Head, MixtureOfLogisticsHead
+from tests.support.tensor_sizes import Largest
 
 D, V, CUTOFFS = 8, 23, [4, 9, 15]
 SETTINGS = [(CUTOFFS, 2.0), (CUTOFFS, 1.0), ([1], 8.0), ([10, 22], 1.5)]
@@ -96,23 +97,12 @@ def test_the_loss_holds_no_position_by_vocabulary_matrix():
     head = AdaptiveHead(16, vocabulary, cutoffs=[100, 1000])
     target = torch.arange(n) % 100
     target[:10] = 4000
-
-    class Largest(torch.utils._python_dispatch.TorchDispatchMode):
-        seen = 0
-
-        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-            out = func(*args, **(kwargs or {}))
-            for t in out if isinstance(out, (tuple, list)) else [out]:
-                if isinstance(t, torch.Tensor):
-                    self.seen = max(self.seen, t.numel())
-            return out
-
     with Largest() as largest:
         head.nll(torch.randn(n, 16), target).sum().backward()
-    assert largest.seen == 10 * 4000  # the targets of the rarest band, times its tokens
+    assert largest.elements == 10 * 4000  # the targets of the rarest band, times its tokens
     with Largest() as largest:
         head.log_probs(torch.randn(n, 16))
-    assert largest.seen >= n * vocabulary
+    assert largest.elements >= n * vocabulary
 
 
 def test_loss_and_table_are_float32():

@@ -4,9 +4,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from lit_effattn.ops.cross_entropy import linear_cross_entropy
+from tests.support.tensor_sizes import Largest
 
 M, E, V = 23, 6, 17
 
@@ -64,18 +64,6 @@ def test_half_precision_accumulates_in_float32(autocast: bool):
     assert [x.dtype for x in found] == [x.dtype for x in leaves]
     for x, y in zip(found, gradients(losses64, exact, upstream), strict=True):
         assert (x - y).norm() < 0.02 * y.norm()
-
-
-class Largest(TorchDispatchMode):
-    """Finds the number of elements of the largest tensor that an operation makes."""
-
-    elements = 0
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        result = function(*args, **(kwargs or {}))
-        if isinstance(result, Tensor):
-            self.elements = max(self.elements, result.numel())
-        return result
 
 
 def test_no_matrix_of_all_logits_is_made():

@@ -126,10 +126,7 @@ def test_float16_s_scaler_skips_by_itself_up_to_a_limit(tmp_path: Path, n_bad: i
     check = CheckFinite(skip=2)
     precision = MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu"))
     model = Adam(dict.fromkeys(range(1, n_bad + 1), math.inf))
-    run = pl.Trainer(
-        default_root_dir=tmp_path, accelerator="cpu", callbacks=[check], plugins=[precision], max_epochs=1,
-        logger=False, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
-    )  # fmt: skip
+    run = trainer(tmp_path, [check], plugins=[precision], max_epochs=1)
     if n_bad > 20:
         with pytest.raises(NotFiniteError, match="at step 22 "):
             run.fit(model, loader(30))

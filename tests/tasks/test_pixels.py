@@ -17,6 +17,7 @@ from lit_effattn.callbacks import LastCheckpoint
 from lit_effattn.nn.heads import CategoricalHead, MixtureOfLogisticsHead
 from lit_effattn.tasks import PixelModel
 from lit_effattn.tasks.schedules import WarmupCosine
+from tests.callbacks.tiny import trainer
 
 SHAPE, LEVELS = (2, 3, 1), 4
 
@@ -228,18 +229,6 @@ def test_a_backbone_that_sees_the_future():
 # ------------------------------------------------------------------------------------------------------ checkpoints
 
 
-def trainer(folder: Path, enable_checkpointing: bool = False, **options) -> pl.Trainer:
-    return pl.Trainer(
-        default_root_dir=folder,
-        accelerator="cpu",
-        logger=False,
-        enable_checkpointing=enable_checkpointing,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        **options,
-    )
-
-
 def data(n: int = 8, batch_size: int = 4, dims: int = 6, n_levels: int = LEVELS) -> DataLoader:
     return DataLoader(images(n, dims, n_levels), batch_size=batch_size)
 
@@ -248,7 +237,7 @@ def trained(made: PixelModel, folder: Path, dims: int = 6, n_levels: int = LEVEL
     """Train for a step and save; return the checkpoint."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        run = trainer(folder, max_steps=1)
+        run = trainer(folder, [], max_steps=1)
         run.fit(made, data(dims=dims, n_levels=n_levels))
         run.save_checkpoint(folder / "model.ckpt")
     return folder / "model.ckpt"
@@ -334,7 +323,7 @@ def test_a_checkpoint_of_another_model_is_rejected_in_a_few_words(tmp_path: Path
     with pytest.raises(
         ValueError, match=r"another model.*embedding\.weight is 5×8 in the checkpoint, 5×16 here"
     ) as caught:
-        trainer(tmp_path, max_steps=2).fit(other, data(), ckpt_path=path)
+        trainer(tmp_path, [], max_steps=2).fit(other, data(), ckpt_path=path)
     message = str(caught.value)
     assert len(message) < 500
     assert " more)" in message
@@ -355,7 +344,7 @@ def test_figures_do_not_depend_on_the_batches(stage: str, tmp_path: Path):
     everything = images(11)
     with torch.no_grad():
         expected = made.nll(everything).sum().item() / everything.numel() / math.log(2)
-    run = trainer(tmp_path)
+    run = trainer(tmp_path, [])
     score = run.validate if stage == "val" else run.test
     (figures,) = score(made, DataLoader(everything, batch_size=3), verbose=False)
     assert figures == {f"{stage}/bits_per_dim": pytest.approx(expected, rel=1e-12)}
@@ -366,7 +355,7 @@ def test_the_loss_of_training_is_logged_in_bits(tmp_path: Path):
     batch = images(4)
     with torch.no_grad():
         expected = made.nll(batch).mean().item() / math.log(2)
-    run = trainer(tmp_path, max_steps=1)
+    run = trainer(tmp_path, [], max_steps=1)
     run.fit(made, DataLoader(batch, batch_size=4))
     assert run.callback_metrics["train/bits_per_dim"].item() == pytest.approx(expected, rel=1e-5)
 
@@ -390,8 +379,7 @@ def rates(folder: Path, lr_scheduler, epochs: int = 1, ckpt_path: Path | None = 
     made = PixelModel(
         Transformer(8, 2, 1), SHAPE, LEVELS, optimizer=partial(torch.optim.SGD, lr=1.0), lr_scheduler=lr_scheduler
     )
-    keep = {"callbacks": [Watch(), LastCheckpoint()], "enable_checkpointing": True}
-    run = trainer(folder, max_epochs=epochs, num_sanity_val_steps=0, **keep, **options)
+    run = trainer(folder, [Watch(), LastCheckpoint()], max_epochs=epochs, **options)
     run.fit(made, data(12), data(4), ckpt_path=ckpt_path)
     return taken
 

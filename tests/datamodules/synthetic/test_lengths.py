@@ -1,4 +1,3 @@
-import lightning.pytorch as pl
 import pytest
 import torch
 
@@ -6,6 +5,7 @@ from lit_effattn import Transformer
 from lit_effattn.attention import LinearAttention
 from lit_effattn.datamodules import IGNORE, AssociativeRecall, StateTracking
 from lit_effattn.tasks import LanguageModel
+from tests.callbacks.tiny import trainer
 from tests.datamodules.synthetic.test_base import batches
 
 SMALL = {"batch_size": 4, "n_train": 16, "n_val": 8, "n_test": 6}
@@ -39,9 +39,7 @@ def test_the_accuracy_at_each_length_is_correct_targets_over_targets(tmp_path):
     model.head.requires_grad_(False)
     for name, parameter in model.head.named_parameters():
         parameter.data = torch.tensor([0.0, 1.0]) if name.endswith("bias") else torch.zeros_like(parameter)
-    quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
-    trainer = pl.Trainer(default_root_dir=tmp_path, accelerator="cpu", **quiet)
-    (result,) = trainer.test(model, data, verbose=False)
+    (result,) = trainer(tmp_path, []).test(model, data, verbose=False)
     total = 0
     for block, n in enumerate((5, 9, 30)):
         inputs = torch.cat([data.sequences("test")[[i]].inputs for i in range(7 * block, 7 * block + 7)])

@@ -1,4 +1,3 @@
-import lightning.pytorch as pl
 import pytest
 import torch
 
@@ -6,6 +5,7 @@ from lit_effattn import EncoderDecoder, Transformer
 from lit_effattn.attention import LinearAttention, LinearCrossAttention
 from lit_effattn.datamodules import RetrievalTask
 from lit_effattn.tasks import SequenceToSequence
+from tests.callbacks.tiny import trainer
 from tests.datamodules.synthetic.test_base import batches
 
 SMALL = {"n_needles": 3, "n_symbols": 5, "n_fillers": 2, "batch_size": 4, "n_train": 16, "n_val": 16, "n_test": 16}
@@ -58,12 +58,9 @@ def test_a_model_is_trained_and_scored_without_tokenizers(tmp_path):
     decoder = Transformer(8, 2, 1, attention=LinearAttention, cross_attention=LinearCrossAttention)
     sizes = data.source_vocab_size, data.target_vocab_size, data.source_tokenizer, data.target_tokenizer
     model = SequenceToSequence(EncoderDecoder(encoder, decoder), *sizes, beam=1, max_output_len=5)
-    quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
-    trainer = pl.Trainer(
-        default_root_dir=tmp_path, accelerator="cpu", max_epochs=1, enable_model_summary=False, **quiet
-    )
-    trainer.fit(model, data)
-    (result,) = trainer.test(model, data, verbose=False)
+    run = trainer(tmp_path, [], max_epochs=1)
+    run.fit(model, data)
+    (result,) = run.test(model, data, verbose=False)
     assert result["test/sequences"] == 16
     assert 0 <= result["test/exact_match"] <= 1
     assert 0 < result["test/error_rate"] <= 5 / 3

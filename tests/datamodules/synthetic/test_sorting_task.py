@@ -14,6 +14,7 @@ from lit_effattn.datamodules import SortingTask, counting_accuracy
 from lit_effattn.datamodules.common.tokens import IGNORE
 from lit_effattn.datamodules.synthetic.sorting_task import by_frequency
 from lit_effattn.tasks import LanguageModel
+from tests.callbacks.tiny import trainer
 from tests.datamodules.synthetic.test_base import batches
 
 
@@ -126,22 +127,12 @@ def test_memories_go_from_segment_to_segment(tmp_path):
     data = SortingTask(20, n_types=4, segment_len=8, batch_size=2, n_train=4, n_val=2, n_test=5)
     model = LanguageModel(Transformer(8, 2, 1, attention=attention, positions=None), data.vocab_size, accuracy=True)
     memories = Memories()
-    trainer = pl.Trainer(
-        default_root_dir=tmp_path,
-        max_epochs=1,
-        accelerator="cpu",
-        callbacks=[MemoryCarry(), memories],
-        accumulate_grad_batches=3,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-    )
-    trainer.fit(model, data)
-    assert trainer.global_step == 2
+    run = trainer(tmp_path, [MemoryCarry(), memories], max_epochs=1, accumulate_grad_batches=3, num_sanity_val_steps=2)
+    run.fit(model, data)
+    assert run.global_step == 2
     assert memories.lengths == 2 * [[8, 8], [16, 16], [24, 24]]
     memories.lengths.clear()
-    (result,) = trainer.test(model, data, verbose=False)
+    (result,) = run.test(model, data, verbose=False)
     assert memories.lengths == 2 * [[8, 8], [16, 16], [24, 24]] + [[8, 0], [16, 0], [24, 0]]
     assert result["test/tokens"] == 5 * 4
     assert 0 <= result["test/accuracy"] <= 1

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from tests.support.commands import spec
 from tests.support.tones import Tones
 
 TRUST = ["--trust", "tests.faults.moments", "--trust", "tests.support.tones.Tones"]
@@ -79,7 +80,7 @@ class Settings:
         model, data = TASKS[self.task]
         init_args: dict[str, Any] = {
             **model["init_args"],
-            "optimizer": {"class_path": "torch.optim.RAdam", "init_args": {"lr": 0.003}},
+            "optimizer": spec("torch.optim.RAdam", lr=0.003),
             "lr_scheduler": _SCHEDULES[self.schedule],
         }
         data = {**data, "init_args": {**data["init_args"], **_for_processes(self.task, self.processes)}}
@@ -128,120 +129,82 @@ def _for_processes(task: str, processes: int) -> dict[str, int]:
 
 
 _SCHEDULES = {
-    "warm-up": {"class_path": "WarmupCosine", "init_args": {"total_steps": 40, "warmup_steps": 3}},
-    "plateau": {
-        "class_path": "torch.optim.lr_scheduler.ReduceLROnPlateau",
-        "init_args": {"patience": 0, "threshold": 10.0, "factor": 0.5},  # no improvement is enough: halves each time
-    },
+    "warm-up": spec("WarmupCosine", total_steps=40, warmup_steps=3),
+    # No improvement is enough: it halves each time.
+    "plateau": spec("torch.optim.lr_scheduler.ReduceLROnPlateau", patience=0, threshold=10.0, factor=0.5),
 }
 
 
 def _backbone(attention: Any, **options: Any) -> dict[str, Any]:
-    init_args = {"d_model": 16, "n_heads": 2, "n_layers": 1, "attention": attention, "dropout": 0.2, **options}
-    return {"class_path": "Transformer", "init_args": init_args}
+    sizes = {"d_model": 16, "n_heads": 2, "n_layers": 1, "attention": attention, "dropout": 0.2}
+    return spec("Transformer", **sizes | options)
 
 
 TASKS: Mapping[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "pixels": (
-        {"class_path": "PixelModel", "init_args": {"backbone": _backbone("LinearAttention")}},
-        {"class_path": "PixelSequences", "init_args": {"dataset": "digits", "eval_batch_size": 45}},
+        spec("PixelModel", backbone=_backbone("LinearAttention")),
+        spec("PixelSequences", dataset="digits", eval_batch_size=45),
     ),
     "classes": (
-        {
-            "class_path": "SequenceClassifier",
-            "init_args": {"backbone": _backbone("PerformerAttention", causal=False), "label_smoothing": 0.1},
-        },
-        {"class_path": "LabelledImages", "init_args": {"dataset": "digits", "eval_batch_size": 45}},
+        spec("SequenceClassifier", backbone=_backbone("PerformerAttention", causal=False), label_smoothing=0.1),
+        spec("LabelledImages", dataset="digits", eval_batch_size=45),
     ),
     "text": (
-        {
-            "class_path": "LanguageModel",
-            "init_args": {
-                "backbone": _backbone(
-                    {"class_path": "TransformerXLAttention", "init_args": {"mem_len": 6}}, positions=None, n_layers=2
-                ),
-                "tie": True,
-            },
-        },
-        {
-            "class_path": "TextStream",
-            "init_args": {"source": "files", "root": "texts", "segment_len": 8, "eval_batch_size": 4},
-        },
+        spec(
+            "LanguageModel",
+            backbone=_backbone(spec("TransformerXLAttention", mem_len=6), positions=None, n_layers=2),
+            tie=True,
+        ),
+        spec("TextStream", source="files", root="texts", segment_len=8, eval_batch_size=4),
     ),
     "speech": (
-        {
-            "class_path": "SpeechRecognizer",
-            "init_args": {
-                "backbone": _backbone("LinearAttention", causal=False),
-                "front_end": {"class_path": "ConvSubsampling", "init_args": {"factor": 2, "channels": 4}},
-            },
-        },
-        {
-            "class_path": "SpeechData",
-            "init_args": {
-                "corpus": {"class_path": "tests.support.tones.Tones", "init_args": {"n": 24}},
-                "normalize": "corpus",
-                "eval_batch_frames": 200,
-                "spec_augment": {"class_path": "SpecAugment", "init_args": {"freq_mask": 4, "time_mask": 3}},
-                "wave_augment": {"class_path": "WaveAugment", "init_args": {"speed": [0.95, 1.05]}},
-            },
-        },
+        spec(
+            "SpeechRecognizer",
+            backbone=_backbone("LinearAttention", causal=False),
+            front_end=spec("ConvSubsampling", factor=2, channels=4),
+        ),
+        spec(
+            "SpeechData",
+            corpus=spec("tests.support.tones.Tones", n=24),
+            normalize="corpus",
+            eval_batch_frames=200,
+            spec_augment=spec("SpecAugment", freq_mask=4, time_mask=3),
+            wave_augment=spec("WaveAugment", speed=[0.95, 1.05]),
+        ),
     ),
     "sorting": (
-        {
-            "class_path": "LanguageModel",
-            "init_args": {
-                "backbone": _backbone(
-                    {
-                        "class_path": "InfiniteAttention",
-                        "init_args": {
-                            "mem_len": 8,
-                            "segment_len": 16,
-                            "n_basis": 8,
-                            "widths": [0.1],
-                            "n_samples": 16,
-                            "chunk_size": 16,
-                            "sticky": True,
-                        },
-                    },
-                    positions=None,
+        spec(
+            "LanguageModel",
+            backbone=_backbone(
+                spec(
+                    "InfiniteAttention",
+                    mem_len=8,
+                    segment_len=16,
+                    n_basis=8,
+                    widths=[0.1],
+                    n_samples=16,
+                    chunk_size=16,
+                    sticky=True,
                 ),
-                "accuracy": True,
-            },
-        },
-        {
-            "class_path": "SortingTask",
-            "init_args": {
-                "length": 60,
-                "n_types": 4,
-                "segment_len": 16,
-                "eval_batch_size": 8,
-                "n_train": 24,
-                "n_val": 16,
-                "n_test": 16,
-            },
-        },
+                positions=None,
+            ),
+            accuracy=True,
+        ),
+        spec("SortingTask", length=60, n_types=4, segment_len=16, eval_batch_size=8, n_train=24, n_val=16, n_test=16),
     ),
     "pairs": (
-        {
-            "class_path": "SequenceToSequence",
-            "init_args": {
-                "backbone": {
-                    "class_path": "EncoderDecoder",
-                    "init_args": {
-                        "encoder": _backbone("LinearAttention", causal=False),
-                        "decoder": _backbone("LinearAttention", cross_attention="PerformerCrossAttention"),
-                    },
-                },
-                "label_smoothing": 0.1,
-                "decode_every_n_epochs": 2,
-                "beam": 2,
-            },
-        },
-        {
-            "class_path": "SequencePairs",
-            "init_args": {"corpus": "tsv", "root": "pairs", "eval_batch_tokens": 60, "cache": "cache"},
-        },
+        spec(
+            "SequenceToSequence",
+            backbone=spec(
+                "EncoderDecoder",
+                encoder=_backbone("LinearAttention", causal=False),
+                decoder=_backbone("LinearAttention", cross_attention="PerformerCrossAttention"),
+            ),
+            label_smoothing=0.1,
+            decode_every_n_epochs=2,
+            beam=2,
+        ),
+        spec("SequencePairs", corpus="tsv", root="pairs", eval_batch_tokens=60, cache="cache"),
     ),
 }
 """The model and the data of each task."""

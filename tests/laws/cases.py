@@ -466,4 +466,3 @@ CASES = [*ATTENTIONS, *CROSS, *STACKS]
 CAUSAL = [case for case in CASES if case.causal]
 EACH = {(type(subject(m := c.build())), m.causal, m.bounded_by): c.name for c in reversed(CASES)}.values()
 """The names of one case of each kind: causal or not, with a state that grows or not."""
-CAUSAL_ROTARY = [case for case in ROTARY if case.causal]

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import soundfile
 import torch
-from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch import Callback, LightningModule
 from torch import nn
 
 from lit_effattn import LSTM
@@ -28,6 +28,7 @@ from lit_effattn.datamodules.speech.corpora import EspeakCorpus
 from lit_effattn.datamodules.speech.utterances import SpeechBatch
 from lit_effattn.nn.front_ends import ConvSubsampling
 from lit_effattn.tasks import SpeechRecognizer
+from tests.callbacks.tiny import trainer
 
 PHONES = ("aa", "b", "k", "sil")
 RATE = 8000
@@ -513,19 +514,6 @@ class Sums(LightningModule):
         return torch.optim.SGD(self.parameters(), 0.1)
 
 
-def trainer(folder, **options):
-    return Trainer(
-        default_root_dir=folder,
-        enable_checkpointing=False,
-        accelerator="cpu",
-        logger=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        num_sanity_val_steps=0,
-        **options,
-    )
-
-
 def fresh(corpus, folder, stage=None):
     options = {"n_mels": 20, "sample_rate": RATE, "batch_frames": 120, "cache_dir": str(folder / "cache")}
     augment = {"spec_augment": SpecAugment(freq_mask=5), "wave_augment": WaveAugment()}
@@ -550,18 +538,18 @@ def test_lightning_resumes_in_the_middle_of_an_epoch(corpus, tmp_path):
     whole, resumed, path = Sums(), Sums(), tmp_path / "saved.ckpt"
     n_batches = len(fresh(corpus, tmp_path, "fit").train_dataloader())
     saving = SaveAfter(n_batches + 2, path)
-    trainer(tmp_path, max_epochs=3, callbacks=[saving]).fit(whole, fresh(corpus, tmp_path))
+    trainer(tmp_path, [saving], max_epochs=3).fit(whole, fresh(corpus, tmp_path))
     seen = [[name for epoch, ids, _ in whole.seen if epoch == e for name in ids] for e in range(3)]
     assert all(sorted(names) == sorted(u.id for u in corpus.splits["train"]) for names in seen)
     assert len({tuple(names) for names in seen}) == 3
-    trainer(tmp_path, max_epochs=3).fit(resumed, fresh(corpus, tmp_path), ckpt_path=path, weights_only=True)
+    trainer(tmp_path, [], max_epochs=3).fit(resumed, fresh(corpus, tmp_path), ckpt_path=path, weights_only=True)
     assert resumed.seen == whole.seen[n_batches + 2 :]
     assert corpus.prepared == 2
 
 
 @pytest.mark.filterwarnings("ignore")
 def test_lightning_predicts_every_utterance_once(corpus, tmp_path):
-    batches = trainer(tmp_path).predict(Sums(), fresh(corpus, tmp_path))
+    batches = trainer(tmp_path, []).predict(Sums(), fresh(corpus, tmp_path))
     assert sorted(name for names in batches for name in names) == sorted(u.id for u in corpus.splits["test"])
 
 

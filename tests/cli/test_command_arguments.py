@@ -20,13 +20,7 @@ from tests.support.commands import REPOSITORY, fails, last, spec
 OLD = REPOSITORY / "tests" / "checkpoints" / "15b2119"
 SPARSE = spec("SparseAttention", stride=4)
 TRANSFORMER = {**TINY["model"]["init_args"]["backbone"]["init_args"], "attention": SPARSE}
-
-
-@pytest.fixture(autouse=True)
-def _in_an_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    Path("tiny.yaml").write_text(yaml.safe_dump(TINY))
+pytestmark = pytest.mark.usefixtures("empty_folder")
 
 
 def fit(*args: str) -> Path:

@@ -64,9 +64,7 @@ def pair(i: int) -> str:
 
 
 @pytest.fixture(autouse=True)
-def _in_a_folder_with_pairs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    Path("tiny.yaml").write_text(yaml.safe_dump(TINY))
+def _beside_pairs(empty_folder: None) -> None:
     Path("pairs").mkdir()
     for split, begin, end in (("train", 0, 40), ("val", 40, 49), ("test", 49, 60)):
         Path("pairs", f"{split}.tsv").write_text("".join(map(pair, range(begin, end))))

@@ -37,11 +37,8 @@ class Calls(Callback):
 
 
 @pytest.fixture(autouse=True)
-def _beside_my_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
+def _beside_my_module(empty_folder: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(tmp_path))
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    Path("tiny.yaml").write_text(yaml.safe_dump(TINY))
     Path("my_module.py").write_text(MINE)
     monkeypatch.delitem(sys.modules, "my_module", raising=False)
 

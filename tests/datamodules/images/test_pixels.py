@@ -13,7 +13,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch import Callback, LightningModule
 from PIL import Image
 from torch.utils.data import DataLoader
 from torchvision.datasets import CIFAR10, MNIST
@@ -23,6 +23,7 @@ from lit_effattn.datamodules import PixelSequences, images_to_levels, levels_to_
 from lit_effattn.datamodules.common import sampling
 from lit_effattn.datamodules.images import pixels
 from lit_effattn.datamodules.images import sources as image_sources
+from tests.callbacks.tiny import trainer
 
 
 def ready(stage="fit", **options):
@@ -275,32 +276,20 @@ class SaveAlways(Callback):
         trainer.save_checkpoint(self.folder / f"{trainer.global_step}-epoch.ckpt")
 
 
-def trainer(**options):
-    return Trainer(
-        accelerator="cpu",
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        **options,
-    )
-
-
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(
     ("num_workers", "options"),
     [(0, {}), (0, {"limit_train_batches": 2}), (0, {"val_check_interval": 2}), (2, {"limit_train_batches": 2})],
 )
 def test_a_run_resumed_anywhere_sees_what_an_uninterrupted_one_sees(tmp_path, num_workers, options):
-    def fit(callbacks=None, ckpt_path=None):
+    def fit(*callbacks, ckpt_path=None):
         data = PixelSequences("photos", stride=100, flip=True, batch_size=5, num_workers=num_workers)
         model = Recorder()
-        trainer(max_epochs=2, callbacks=callbacks, **options).fit(
-            model, data, ckpt_path=ckpt_path, weights_only=ckpt_path and True
-        )
+        run = trainer(tmp_path, callbacks, max_epochs=2, num_sanity_val_steps=2, **options)
+        run.fit(model, data, ckpt_path=ckpt_path, weights_only=ckpt_path and True)
         return model.seen
 
-    whole = fit([SaveAlways(tmp_path)])
+    whole = fit(SaveAlways(tmp_path))
     per_epoch = options.get("limit_train_batches", 4)
     assert len(set(whole)) == len(whole) == 2 * per_epoch  # every epoch its own order
     checkpoints = sorted(tmp_path.iterdir())
@@ -313,16 +302,16 @@ def test_a_run_resumed_anywhere_sees_what_an_uninterrupted_one_sees(tmp_path, nu
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_predict_gives_the_test_images_in_order():
+def test_predict_gives_the_test_images_in_order(tmp_path):
     data = PixelSequences(eval_batch_size=50)
-    predicted = trainer().predict(Recorder(), data)
+    predicted = trainer(tmp_path, []).predict(Recorder(), data)
     assert torch.equal(torch.cat(predicted), data.splits["test"][list(range(180))])
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_overfit_batches_is_refused():
+def test_overfit_batches_is_refused(tmp_path):
     with pytest.raises(ValueError, match=r"overfit_batches=1.*limit_train_batches"):
-        trainer(overfit_batches=1).fit(Recorder(), PixelSequences())
+        trainer(tmp_path, [], overfit_batches=1).fit(Recorder(), PixelSequences())
 
 
 # MNIST and CIFAR-10

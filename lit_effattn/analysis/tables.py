@@ -10,8 +10,6 @@ from typing import Any, NamedTuple
 
 from lit_effattn.checkpoints.printable import printable
 
-FORMATS = ("terminal", "markdown", "csv")
-
 
 class Table(NamedTuple):
     """Rows under a header.

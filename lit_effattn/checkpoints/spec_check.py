@@ -27,7 +27,6 @@ from lit_effattn.checkpoints.allowlist import NotAllowedError, Trust, find, list
 
 _TEXT = (str, bytes, os.PathLike)
 _PLAIN = (int, float, complex, enum.Enum, datetime.timedelta, datetime.datetime)
-_SPEC_KEYS = {"class_path", "init_args", "dict_kwargs"}
 
 ADVICE = """LambdaCallback takes functions, which YAML and flags can't hold. Put a callback into a module of your own:
     from lightning.pytorch import Callback

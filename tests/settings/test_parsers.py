@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 
-from lit_effattn.analysis.tables import FORMATS
 from lit_effattn.cli import CONVERT, TOOLS
 from lit_effattn.datamodules.text.tokenizers import KINDS
 from lit_effattn.interchange import export
@@ -25,7 +24,6 @@ def option(parser: argparse.ArgumentParser, name: str) -> argparse.Action:
 @pytest.mark.parametrize(
     ("parser", "name", "values"),
     [
-        (parsers.compare, "format", FORMATS),
         (parsers.export, "format", export.SUFFIXES),
         (parsers.export, "dtype", export.DTYPES),
         (parsers.export, "operators", OPERATORS),

@@ -8,17 +8,20 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
+from typing import Any
 
 from lit_effattn.settings.own_classes import add_trust
 from lit_effattn.settings.run_names import add_root
 
 
+def _parser(command: str, description: str, **options: Any) -> argparse.ArgumentParser:
+    return argparse.ArgumentParser(f"lit-effattn {command}", description=description, allow_abbrev=False, **options)
+
+
 def compare() -> argparse.ArgumentParser:
     """Return the parser of `compare`."""
-    made = argparse.ArgumentParser(
-        "lit-effattn compare",
-        description="Compare runs: settings that differ, metrics, parameters, bytes of state, time, peak memory.",
-        allow_abbrev=False,
+    made = _parser(
+        "compare", "Compare runs: settings that differ, metrics, parameters, bytes of state, time, peak memory."
     )
     made.add_argument("runs", nargs="+", metavar="RUN", help="The folder of a run, or model:NAME.")
     made.add_argument(
@@ -38,10 +41,8 @@ def compare() -> argparse.ArgumentParser:
 
 def report() -> argparse.ArgumentParser:
     """Return the parser of `report`."""
-    made = argparse.ArgumentParser(
-        "lit-effattn report",
-        description="Write one HTML page about runs: configuration, curves, metrics, cost, samples, attention.",
-        allow_abbrev=False,
+    made = _parser(
+        "report", "Write one HTML page about runs: configuration, curves, metrics, cost, samples, attention."
     )
     made.add_argument(
         "runs",
@@ -63,13 +64,12 @@ def report() -> argparse.ArgumentParser:
 
 def sweep() -> argparse.ArgumentParser:
     """Return the parser of `sweep`."""
-    made = argparse.ArgumentParser(
-        "lit-effattn sweep",
-        description="Train several kinds of attention on the same data for the same number of steps. Each is trained "
+    made = _parser(
+        "sweep",
+        "Train several kinds of attention on the same data for the same number of steps. Each is trained "
         "with seed 0 at every learning rate; the rate with the lowest value of the task's validation metric is then "
         "used for all seeds, whose best checkpoints are tested. An interrupted sweep continues when the command is "
         "repeated. Other flags are those of `lit-effattn fit`.",
-        allow_abbrev=False,
     )
     made.add_argument("-c", "--config", action="append", required=True, help="A shipped configuration or a file.")
     made.add_argument(
@@ -91,11 +91,10 @@ def sweep() -> argparse.ArgumentParser:
 
 def transcribe() -> argparse.ArgumentParser:
     """Return the parser of `transcribe`."""
-    made = argparse.ArgumentParser(
-        "lit-effattn transcribe",
-        description="Print the phones of a stream of sound as they are recognised. The model must be causal. "
+    made = _parser(
+        "transcribe",
+        "Print the phones of a stream of sound as they are recognised. The model must be causal. "
         "A microphone: arecord -t raw -f S16_LE -r 16000 | lit-effattn transcribe --ckpt_path best -",
-        allow_abbrev=False,
     )
     made.add_argument(
         "input",
@@ -145,12 +144,10 @@ def transcribe() -> argparse.ArgumentParser:
 
 def export() -> argparse.ArgumentParser:
     """Return the parser of `export`."""
-    made = argparse.ArgumentParser(
-        "lit-effattn export",
-        description="Write a checkpoint's model for other programs. onnx and torch: a streaming step, whose state is "
-        "an input and an output. safetensors: the weights and the configuration, "
-        "which all commands read as a checkpoint.",
-        allow_abbrev=False,
+    made = _parser(
+        "export",
+        "Write a checkpoint's model for other programs. onnx and torch: a streaming step, whose state is an input and "
+        "an output. safetensors: the weights and the configuration, which all commands read as a checkpoint.",
     )
     made.add_argument(
         "--ckpt_path",
@@ -197,11 +194,10 @@ def export() -> argparse.ArgumentParser:
 
 def convert() -> argparse.ArgumentParser:
     """Return the parser of `convert`."""
-    made = argparse.ArgumentParser(
-        "lit-effattn convert",
-        description="Convert a folder of Hugging Face weights (GPT-2, Llama, Mistral, Qwen) to a checkpoint with a "
+    made = _parser(
+        "convert",
+        "Convert a folder of Hugging Face weights (GPT-2, Llama, Mistral, Qwen) to a checkpoint with a "
         "configuration, in the new folder TO; or a checkpoint to such a folder. Nothing is downloaded.",
-        allow_abbrev=False,
     )
     made.add_argument("source", metavar="FROM", help="The folder, or the checkpoint.")
     made.add_argument("target", metavar="TO", help="The folder to make.")
@@ -211,11 +207,10 @@ def convert() -> argparse.ArgumentParser:
 
 def consolidate() -> argparse.ArgumentParser:
     """Return the parser of `consolidate`."""
-    made = argparse.ArgumentParser(
-        "lit-effattn consolidate",
-        description="Put a checkpoint that several processes have written (save_distributed_checkpoint) into one file. "
+    made = _parser(
+        "consolidate",
+        "Put a checkpoint that several processes have written (save_distributed_checkpoint) into one file. "
         "It needs the memory for the whole model and its optimiser states.",
-        allow_abbrev=False,
     )
     made.add_argument("checkpoint", metavar="FOLDER", help="The checkpoint: its path, or last or best.")
     made.add_argument("file", metavar="FILE", help="The file to write.")
@@ -225,11 +220,10 @@ def consolidate() -> argparse.ArgumentParser:
 
 def push() -> argparse.ArgumentParser:
     """Return the parser of `push`."""
-    made = argparse.ArgumentParser(
-        "lit-effattn push",
-        description="Publish a checkpoint on the Hugging Face hub: the model without optimiser states, its "
+    made = _parser(
+        "push",
+        "Publish a checkpoint on the Hugging Face hub: the model without optimiser states, its "
         "configuration, and a card with the figures of its run. The token is that of `hf auth login`, or HF_TOKEN.",
-        allow_abbrev=False,
     )
     made.add_argument("checkpoint", metavar="CHECKPOINT", help="The checkpoint: its path, last or best, or model:NAME.")
     made.add_argument("name", metavar="USER/NAME", help="The model's name on the hub. It is made if it is new.")
@@ -241,11 +235,10 @@ def push() -> argparse.ArgumentParser:
 
 def prepare() -> argparse.ArgumentParser:
     """Return the parser of `data prepare`."""
-    made = argparse.ArgumentParser(
-        "lit-effattn data prepare",
-        description="Tokenize a text larger than memory, in parallel, into files that training maps. After an "
+    made = _parser(
+        "data prepare",
+        "Tokenize a text larger than memory, in parallel, into files that training maps. After an "
         "interruption the same command continues.",
-        allow_abbrev=False,
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     made.add_argument("input", metavar="INPUT", help="A file, or a folder: .txt or .jsonl, as they are or with .gz.")

@@ -7,9 +7,7 @@ name only the classes listed here. Checking whether a name is listed imports no 
 from __future__ import annotations
 
 import importlib
-import site
 import sys
-import sysconfig
 from collections.abc import Iterator, Sequence
 from difflib import get_close_matches
 from functools import cache
@@ -17,7 +15,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple, get_origin
 
-from lit_effattn.checkpoints.import_errors import import_error
+from lit_effattn.checkpoints.import_errors import FOLDERS, import_error, is_installed
 
 OURS = (
     "lit_effattn",
@@ -132,9 +130,6 @@ MOVED = {
 }
 """Old names of modules and classes, in checkpoints, YAML and imports. Their submodules are renamed with them."""
 
-_PACKAGE = Path(__file__).resolve().parent.parent
-_FOLDERS = (_PACKAGE, *((_PACKAGE / name).resolve() for name in ("callbacks", "datamodules")))
-
 
 class NotAllowedError(ValueError):
     """A checkpoint, file or flag names a class or function that is not allowed there."""
@@ -176,9 +171,10 @@ def _listed() -> dict[str, type]:
 def _classes() -> Iterator[tuple[str, type]]:
     for module in OURS:
         yield from ((path, kind) for path, kind in _public(module) if is_ours(kind))
-    for module, base in SUBCLASSES.items():
-        yield from ((path, kind) for path, kind in _public(module) if issubclass(kind, _get(base)))
-    yield from ((path, _get(path)) for path in OTHERS)
+    for module, name in SUBCLASSES.items():
+        base = find(name)
+        yield from ((path, kind) for path, kind in _public(module) if issubclass(kind, base))
+    yield from ((path, find(path)) for path in OTHERS)
 
 
 def _public(module: str) -> Iterator[tuple[str, type]]:
@@ -190,15 +186,10 @@ def _public(module: str) -> Iterator[tuple[str, type]]:
             yield f"{module}.{name}", value
 
 
-def _get(path: str) -> Any:
-    module, _, name = path.rpartition(".")
-    return getattr(importlib.import_module(module), name)
-
-
 def is_ours(kind: type) -> bool:
     """Return whether the file of `kind` is part of this distribution, whatever the name of its module."""
     file = _file(kind.__module__)
-    return file is not None and any(file.is_relative_to(folder) for folder in _FOLDERS)
+    return file is not None and any(file.is_relative_to(folder) for folder in FOLDERS)
 
 
 def _file(module: str) -> Path | None:
@@ -270,16 +261,9 @@ def _trusted(name: str) -> _Trusted:
     if not isinstance(value, ModuleType):
         return _Trusted(name, value, None)
     file = _file(name)
-    if file is None or _is_installed(file):
+    if file is None or is_installed(file):
         raise ValueError(f"--trust {name} is a module that is not your own: name the class or function in it in full")
     return _Trusted(name, value, file.parent if file.name == "__init__.py" else file)
-
-
-def _is_installed(file: Path) -> bool:
-    paths = sysconfig.get_paths()
-    folders = [*(paths[key] for key in ("stdlib", "platstdlib", "purelib", "platlib")), *site.getsitepackages()]
-    folders.append(site.getusersitepackages())
-    return any(file.is_relative_to(folder) for folder in [*(Path(folder).resolve() for folder in folders), *_FOLDERS])
 
 
 def find(name: str) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import site
 import sysconfig
 import traceback
 from pathlib import Path
@@ -9,6 +10,8 @@ from pathlib import Path
 from lit_effattn.checkpoints.runs import short
 
 _PACKAGE = Path(__file__).resolve().parent.parent
+FOLDERS = (_PACKAGE, *((_PACKAGE / name).resolve() for name in ("callbacks", "datamodules")))
+"""The folders of this distribution."""
 
 
 def import_error(error: Exception) -> str:
@@ -19,14 +22,20 @@ def import_error(error: Exception) -> str:
     """
     if isinstance(error, SyntaxError):
         return f"{short(error.filename or '')}, line {error.lineno}: {type(error).__name__}: {error.msg}"
-    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if _is_own(frame.filename)]
+    frames = [
+        frame
+        for frame in traceback.extract_tb(error.__traceback__)
+        if not frame.filename.startswith("<") and not is_installed(Path(frame.filename).resolve())
+    ]
     message = str(error) or type(error).__name__
     if not frames:
         return message
     return f"{short(frames[-1].filename)}, line {frames[-1].lineno}: {type(error).__name__}: {message}"
 
 
-def _is_own(file: str) -> bool:
-    path = Path(file).resolve()
-    installed = [Path(sysconfig.get_path(name)).resolve() for name in ("stdlib", "purelib", "platlib")]
-    return not file.startswith("<") and not any(path.is_relative_to(folder) for folder in [_PACKAGE, *installed])
+def is_installed(file: Path) -> bool:
+    """Return whether a file is part of Python, of an installed package or of this distribution."""
+    paths = sysconfig.get_paths()
+    folders = [*(paths[key] for key in ("stdlib", "platstdlib", "purelib", "platlib")), *site.getsitepackages()]
+    folders.append(site.getusersitepackages())
+    return any(file.is_relative_to(folder) for folder in [*(Path(folder).resolve() for folder in folders), *FOLDERS])

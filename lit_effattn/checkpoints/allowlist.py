@@ -144,6 +144,11 @@ def listed(name: str) -> type | None:
     return _listed().get(moved(name))
 
 
+def is_listed(kind: type) -> bool:
+    """Return whether a class is listed."""
+    return listed(f"{kind.__module__}.{kind.__qualname__}") is kind
+
+
 def listed_names() -> list[str]:
     """Return the full names of the listed classes: where they are exported, and where they are defined."""
     return [name for name in _listed() if "." in name]

@@ -20,7 +20,7 @@ import yaml
 from jsonargparse import ArgumentParser, Namespace, set_parsing_settings
 from jsonargparse._common import parsing_settings  # lists of names can be extended in public, but not taken back
 
-from lit_effattn.checkpoints.allowlist import Trust, listed, listed_names
+from lit_effattn.checkpoints.allowlist import Trust, is_listed, listed, listed_names
 from lit_effattn.checkpoints.spec_check import CheckpointJudge, Judge, Place, check, members, parameters
 from lit_effattn.settings.trainer import Trainer
 
@@ -120,14 +120,10 @@ def _words(kinds: set[type]) -> frozenset[str]:
     while left:
         annotations = [annotation for annotation, _ in parameters(left.pop()).values()]
         words.update(word for annotation in annotations for word in _literals(annotation))
-        inner = {kind for kind in Place.of(*annotations).classes if _is_listed(kind)} - seen
+        inner = {kind for kind in Place.of(*annotations).classes if is_listed(kind)} - seen
         left.extend(inner)
         seen |= inner
     return frozenset(words)
-
-
-def _is_listed(kind: type) -> bool:
-    return listed(f"{kind.__module__}.{kind.__qualname__}") is kind
 
 
 def _literals(annotation: Any) -> Iterator[str]:

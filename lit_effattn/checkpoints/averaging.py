@@ -7,10 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from lit_effattn.checkpoints.io import read_checkpoint
 from lit_effattn.checkpoints.runs import short
+from lit_effattn.checkpoints.shape import dimensions
 
 
 def average_parameters(
@@ -33,9 +34,7 @@ def average_parameters(
         ValueError: If two of the checkpoints hold different models. The message names both and the difference.
     """
     weights = checkpoint["state_dict"]
-    names = [
-        name for name, _ in model.named_parameters(remove_duplicate=False) if isinstance(weights.get(name), Tensor)
-    ]
+    names = [name for name, _ in model.named_parameters(remove_duplicate=False) if name in weights]
     # Copies: parameters that share memory would otherwise be added twice.
     sums = {
         name: weights[name].to(torch.promote_types(weights[name].dtype, torch.float64), copy=True) for name in names
@@ -50,12 +49,8 @@ def average_parameters(
 
 def _check_same_model(a: dict[str, Any], path_a: Path, b: dict[str, Any], path_b: Path) -> None:
     for name in dict.fromkeys([*a, *b]):
-        if (of_a := _shape(a.get(name))) != (of_b := _shape(b.get(name))):
+        if (of_a := dimensions(a.get(name))) != (of_b := dimensions(b.get(name))):
             raise ValueError(
                 f"{short(path_a)} and {short(path_b)} hold different models, which can't be averaged: {name} is {of_a} "
                 f"in the first and {of_b} in the second; average fewer checkpoints"
             )
-
-
-def _shape(value: Any) -> str:
-    return "×".join(map(str, value.shape)) or "a number" if isinstance(value, Tensor) else "absent"

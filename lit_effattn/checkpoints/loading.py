@@ -15,6 +15,7 @@ from lit_effattn.checkpoints.averaging import average_parameters
 from lit_effattn.checkpoints.io import read_checkpoint, saved_model
 from lit_effattn.checkpoints.model_size import model_of, size_of
 from lit_effattn.checkpoints.runs import last_kept, short
+from lit_effattn.checkpoints.shape import dimensions
 from lit_effattn.checkpoints.shipped import model_path
 from lit_effattn.checkpoints.spec_build import build
 from lit_effattn.checkpoints.spec_check import CheckpointJudge
@@ -92,12 +93,12 @@ def check_same_model(model: nn.Module, checkpoint: Mapping[str, Any]) -> None:
     Raises:
         OtherModelError: If names or shapes differ. The message names the first differences.
     """
-    expected = {name: tuple(t.shape) for name, t in model.state_dict().items()}
-    saved = {name: tuple(t.shape) for name, t in checkpoint["state_dict"].items()}
+    expected = {name: dimensions(t) for name, t in model.state_dict().items()}
+    saved = {name: dimensions(t) for name, t in checkpoint["state_dict"].items()}
     if expected == saved:
         return
     differences = [
-        f"{name} is {_shape(saved.get(name))} in the checkpoint, {_shape(expected.get(name))} here"
+        f"{name} is {saved.get(name, 'absent')} in the checkpoint, {expected.get(name, 'absent')} here"
         for name in dict.fromkeys([*expected, *saved])
         if expected.get(name) != saved.get(name)
     ]
@@ -105,7 +106,3 @@ def check_same_model(model: nn.Module, checkpoint: Mapping[str, Any]) -> None:
     raise OtherModelError(
         f"the checkpoint holds another model than this {type(model).__name__}: {'; '.join(differences[:3])}{more}"
     )
-
-
-def _shape(shape: tuple[int, ...] | None) -> str:
-    return "absent" if shape is None else "×".join(map(str, shape)) or "a number"

@@ -38,6 +38,11 @@ def kind(value: Any) -> str:
     return f"a {type(value).__name__}"
 
 
+def dimensions(value: Any) -> str:
+    """Describe the shape of a tensor in a message; None: there is no such tensor."""
+    return "absent" if value is None else "×".join(map(str, value.shape)) or "a number"
+
+
 def wrong(where: str, value: Any, expected: str) -> ValueError:
     """Return the error for a part that is not of the expected kind.
 

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
+from lit_effattn.checkpoints.folders import gathered
 from lit_effattn.distributed.sharding import heads_of
 
 RANDOM_STATES_KEY = "random_states"
@@ -36,11 +37,7 @@ class RandomStates(pl.Callback):
     ) -> None:
         """Gather the states of all processes. This hook is called on every process, unlike `state_dict`."""
         local = self._before_validation or _capture(pl_module.device)
-        states: list[Any] = [local]
-        if trainer.world_size > 1:
-            states = [None] * trainer.world_size
-            torch.distributed.all_gather_object(states, local)
-        checkpoint[RANDOM_STATES_KEY] = states
+        checkpoint[RANDOM_STATES_KEY] = [local] if trainer.world_size == 1 else gathered(local)
 
     def on_load_checkpoint(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]

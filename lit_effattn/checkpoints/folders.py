@@ -62,12 +62,12 @@ def save(checkpoint: dict[str, Any], path: Path) -> None:
         OSError: If a process could not write its part, for example because the disk is full. All processes raise it.
     """
     rank = dist.get_rank()
-    part, token = _gathered((unfinished(path), secrets.token_hex(8)))[0]
+    part, token = gathered((unfinished(path), secrets.token_hex(8)))[0]
     try:
         _together(lambda: _begin(part, path) if rank == 0 else None, OSError)
         common, own = _divided(checkpoint)
         written = _together(lambda: _write({**own, "token": token}, part / _name(rank), path), OSError)
-        about = {"format": _FORMAT, "token": token, "bytes": _gathered(written), "own": [*own["own"]]}
+        about = {"format": _FORMAT, "token": token, "bytes": gathered(written), "own": [*own["own"]]}
         _together(lambda: _finish({**common, PARTS_KEY: about}, part, path) if rank == 0 else None, OSError)
     except BaseException:
         if rank == 0:
@@ -124,8 +124,8 @@ def _name(rank: int) -> str:
     return f"part_{rank:05d}.pt"
 
 
-def _gathered(value: T) -> list[T]:
-    """Return the values of all processes."""
+def gathered(value: T) -> list[T]:
+    """Return the values of all processes. All processes call it."""
     values: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(values, value)
     return values
@@ -138,7 +138,7 @@ def _together(act: Callable[[], T], kind: type[Exception]) -> T:
         result = act()
     except kind as error:
         failed = error
-    messages = _gathered(failed and str(failed))
+    messages = gathered(failed and str(failed))
     for rank, message in enumerate(messages):
         if message is not None:
             raise failed or kind(f"{message} (process {rank})")

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import lightning.pytorch as pl
-import torch.distributed as dist
 
 from lit_effattn import sequence
+from lit_effattn.checkpoints.folders import gathered
 from lit_effattn.sequence import State
 
 
@@ -62,9 +62,7 @@ class WholeMemories(NamedTuple):
         packed = sequence.pack(sequence.to(memory, "cpu"))
         if self.n_processes == 1:
             return [packed]
-        everyone: list[Any] = [None] * self.n_processes
-        dist.all_gather_object(everyone, packed)
-        return everyone[:: self.n_processes // self.streams.number]
+        return gathered(packed)[:: self.n_processes // self.streams.number]
 
     def scatter_memory(self, memories: Sequence[Any], like: State) -> State | None:
         """See `MemoryStrategy`."""

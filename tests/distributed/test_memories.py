@@ -49,6 +49,7 @@ def test_of_processes_with_one_stream_the_first_s_memory_is_kept(
         everyone[:] = [sequence.pack(memory(float(rank))) for rank in range(4)]
 
     monkeypatch.setattr(dist, "all_gather_object", gather)
+    monkeypatch.setattr(dist, "get_world_size", lambda: 4)
     packed = WholeMemories(Streams(streams, 0), 4).gather_memory(memory(0.0))
     assert [float(next(sequence.tensors(of_one)).flatten()[0]) for of_one in packed] == kept
     for index, value in enumerate(kept):

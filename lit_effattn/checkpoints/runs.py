@@ -64,6 +64,14 @@ def new_folder(parent: Path, name: str, number: int = 0) -> Path:
     raise AssertionError
 
 
+def named_or_new(named: Path | None, parent: Path, name: str) -> Path:
+    """Create the folder `named`, which may exist; None: a new folder, see `new_folder`."""
+    if named is None:
+        return new_folder(parent, name)
+    named.mkdir(parents=True, exist_ok=True)
+    return named
+
+
 def is_checkpoint(path: Path) -> bool:
     """Return whether `path` is a file, or the folder of a checkpoint."""
     return path.is_file() or (path / COMMON).is_file()

@@ -12,7 +12,7 @@ from lightning.pytorch.cli import LightningArgumentParser
 from torch import Tensor
 
 from lit_effattn.checkpoints.printable import printable
-from lit_effattn.checkpoints.runs import new_folder, short
+from lit_effattn.checkpoints.runs import named_or_new, short
 from lit_effattn.checkpoints.spec_check import Place, UserJudge, check
 from lit_effattn.datamodules import IGNORE, PairBatch, SpeechBatch, TokenBatch
 from lit_effattn.datamodules.text.tokenizers import Tokenizer
@@ -92,7 +92,7 @@ def _samples(data: Any, batch: Any, output: Path | None) -> Iterator[str]:
         for source, references in list(zip(batch.sources, batch.references, strict=True))[:N_SAMPLES]:
             yield f"{_quoted(source)} -> {' | '.join(_quoted(target) for target in references)}"
     elif isinstance(batch, SpeechBatch):
-        folder = _folder(output)
+        folder = named_or_new(output, Path(ROOT), "data")
         for i in range(min(N_SAMPLES, len(batch.ids))):
             features = batch.features[i, : batch.lengths[i]]  # (B, T, F) -> (T, F)
             phones = " ".join(data.phones[label - 1] for label in batch.phones[i, : batch.phone_lengths[i]].tolist())
@@ -105,15 +105,9 @@ def _samples(data: Any, batch: Any, output: Path | None) -> Iterator[str]:
             ids = row[row != IGNORE].tolist()
             yield _quoted(tokenizer.decode(ids)) if tokenizer is not None else " ".join(map(str, ids))[:_SHOWN]
     elif isinstance(batch, Tensor) and hasattr(data, "to_images"):
-        path = pictures.save_png(pictures.grid(data.to_images(batch[:N_IMAGES])), _folder(output) / "images.png")
+        folder = named_or_new(output, Path(ROOT), "data")
+        path = pictures.save_png(pictures.grid(data.to_images(batch[:N_IMAGES])), folder / "images.png")
         yield f"{min(len(batch), N_IMAGES)} images: {short(path)}"
-
-
-def _folder(output: Path | None) -> Path:
-    if output is None:
-        return new_folder(Path(ROOT), "data")
-    output.mkdir(parents=True, exist_ok=True)
-    return output
 
 
 def _quoted(text: str) -> str:

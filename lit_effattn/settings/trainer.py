@@ -11,7 +11,7 @@ from typing import Any
 import lightning.pytorch as pl
 
 from lit_effattn.checkpoints.restoring import CheckpointConnector
-from lit_effattn.checkpoints.runs import new_folder
+from lit_effattn.checkpoints.runs import named_or_new
 from lit_effattn.datamodules.common.bars import progress_bar
 from lit_effattn.generation.beam import LENGTH_PENALTY, LengthNorm, check_beam
 from lit_effattn.generation.sampling import Sampling
@@ -127,7 +127,9 @@ class Trainer(pl.Trainer):
         task: Any = model
         known = inspect.signature(task.write_samples).parameters
         _check_search(beam, length_penalty, length_norm, n, not_searching, always="source" in known)
-        _check_unused(output)
+        folder = None if output is None else Path(output)
+        if folder is not None and folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+            raise FileExistsError(f"--output {output} exists and is not an empty folder; name another")
         options = {
             **{"complete": complete, "prompt": prompt, "prompt_file": prompt_file, "n_tokens": n_tokens},
             **{"beam": beam, "length_penalty": length_penalty, "length_norm": length_norm},
@@ -152,7 +154,7 @@ class Trainer(pl.Trainer):
             task.load_state_dict(checkpoint["state_dict"])
         task.to(self.strategy.root_device).eval()
         messages: str = task.write_samples(
-            partial(_output_folder, output, Path(self.default_root_dir)),
+            partial(named_or_new, folder, Path(self.default_root_dir) / "generated", "samples"),
             datamodule=datamodule,
             n=n,
             progress=_track,
@@ -188,17 +190,3 @@ def _track(steps: Iterable[int]) -> Iterable[int]:
     assert isinstance(steps, Sequence)
     with progress_bar() as bar:  # on stderr: samples go to stdout
         yield from bar.track(steps, description="Drawing")
-
-
-def _check_unused(output: str | None) -> None:
-    folder = None if output is None else Path(output)
-    if folder is not None and folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise FileExistsError(f"--output {output} exists and is not an empty folder; name another")
-
-
-def _output_folder(output: str | None, run: Path) -> Path:
-    if output is None:
-        return new_folder(run / "generated", "samples")
-    folder = Path(output)
-    folder.mkdir(parents=True, exist_ok=True)
-    return folder

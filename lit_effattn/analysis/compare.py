@@ -77,7 +77,7 @@ def results(names: Sequence[str], runs: Sequence[RunRecord]) -> Table:
 
 
 def _settings(names: Sequence[str], runs: Sequence[RunRecord]) -> Table:
-    rows = [[name, *map(_plain, values)] for name, values in differences(runs).items()]
+    rows = [[name, *(v if v is None else str(v) for v in values)] for name, values in differences(runs).items()]
     return Table("Settings that differ", ["setting", *names], rows)
 
 
@@ -86,10 +86,6 @@ def _joined(names: Sequence[str], runs: Sequence[RunRecord]) -> Table:
     table, differing = results(names, runs), differences(runs)
     rows = [[*row, *(values[i] for values in differing.values())] for i, row in enumerate(table.rows)]
     return Table(table.title, [*table.header, *differing], rows)
-
-
-def _plain(value: Any) -> Any:
-    return value if value is None else str(value)
 
 
 def _panels(names: Sequence[str], runs: Sequence[RunRecord]) -> list[list[plots.Panel]]:

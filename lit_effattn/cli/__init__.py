@@ -81,8 +81,12 @@ TOOLS = {
 }
 """Commands with parsers of their own, and the modules that define them."""
 CHECK = "check"
-LISTS = ("configs", "kinds", "models")
-"""Commands that print lists. They do not import Lightning, which is slow."""
+LISTS = {
+    "configs": ("lit_effattn.settings.shipped", "configs"),
+    "kinds": ("lit_effattn.settings.kinds", "kinds"),
+    "models": ("lit_effattn.settings.cards", "cards"),
+}
+"""Commands that print lists, with their modules and functions. They do not import Lightning, which is slow."""
 COMPLETION = "completion"
 INTERRUPTED, UNREAD = 130, 141
 """The exit codes after Ctrl-C, and after a closed output pipe, as shells expect."""
@@ -207,19 +211,9 @@ def _list(command: str, names: list[str]) -> None:
     if {"-h", "--help"} & set(names):
         print(f"usage: lit-effattn {command} [NAME ...]\n\nList the {command}; with names, show these.")
         return
+    module, function = LISTS[command]
     try:
-        if command == "configs":
-            from lit_effattn.settings.shipped import configs
-
-            print(printable(configs(names)))
-        elif command == "models":
-            from lit_effattn.settings.cards import cards
-
-            print(printable(cards(names)))
-        else:
-            from lit_effattn.settings.kinds import kinds
-
-            print(printable(kinds(names)))
+        print(printable(getattr(import_module(module), function)(names)))
     except (FileNotFoundError, ValueError) as error:
         fail(str(error), code=2)
 
@@ -236,7 +230,7 @@ def _complete(args: list[str]) -> None:
     from lit_effattn.cli.completion import script
 
     try:
-        print(script(args[0], COMMANDS, (*TOOLS, CONVERT), LISTS))
+        print(script(args[0], COMMANDS, (*TOOLS, CONVERT), [*LISTS]))
     except ValueError as error:
         fail(str(error), code=2)
 

@@ -7,7 +7,6 @@ import inspect
 import io
 import json
 import math
-import wave
 from collections.abc import Sequence
 from itertools import chain, islice
 from pathlib import Path
@@ -184,6 +183,8 @@ def recordings(data: Any, batch: Any) -> dict[str, bytes]:
     corpus = getattr(data, "corpus", None)
     if not isinstance(batch, SpeechBatch) or corpus is None:
         return {}
+    import soundfile
+
     from lit_effattn.datamodules.speech.audio import read_audio
 
     utterances = {utterance.id: utterance for utterance in corpus.utterances("test")}
@@ -191,11 +192,7 @@ def recordings(data: Any, batch: Any) -> dict[str, bytes]:
     for name in [name for name in batch.ids if name in utterances][:N_RECORDINGS]:
         utterance, file, rate = utterances[name], io.BytesIO(), 16_000
         samples = read_audio(utterance.audio, start=utterance.start, duration=utterance.duration, sample_rate=rate)
-        with wave.open(file, "wb") as out:
-            out.setnchannels(1)
-            out.setsampwidth(2)
-            out.setframerate(rate)
-            out.writeframes((samples.clamp(-1, 1) * 32767).to(torch.int16).numpy().tobytes())
+        soundfile.write(file, samples.numpy(), rate, format="WAV", subtype="PCM_16")
         files[name] = file.getvalue()
     return files
 

@@ -36,9 +36,9 @@ def read_tokenizer(folder: Path, content: Mapping[str, Any]) -> Tokenizer:
         ValueError: If a file is damaged, or the token at the start of a text is not given.
     """
     files: dict[str, Any] = {
-        name: _without_code(read_json(folder, name, "")) for name in _OBJECTS if _has(folder, name)
+        name: _without_code(read_json(folder, name, "")) for name in _OBJECTS if (folder / name).is_file()
     }
-    if _has(folder, _TEMPLATE):
+    if (folder / _TEMPLATE).is_file():
         files[_TEMPLATE] = (folder / _TEMPLATE).read_text(encoding="utf-8")
     files[_CONFIG] = {name: content[name] for name in SPECIAL if name in content}
     known = files.get(_GENERATION, {}) | {name: token for name, token in files[_CONFIG].items() if token is not None}
@@ -47,7 +47,7 @@ def read_tokenizer(folder: Path, content: Mapping[str, Any]) -> Tokenizer:
     if start is None or not isinstance(size, int):
         missing = "the model's special tokens: bos_token_id or eos_token_id" if start is None else "vocab_size"
         raise ValueError(f"config.json does not give {missing}")
-    if _has(folder, _TOKENIZER):
+    if (folder / _TOKENIZER).is_file():
         return PretrainedTokenizer(read_json(folder, _TOKENIZER, _SAVE), size, start, last, files)
     warnings.warn(
         f"{folder} has no {_TOKENIZER}: texts of the converted model are token numbers, separated by spaces; {_SAVE}",
@@ -91,10 +91,6 @@ def write_tokenizer(tokenizer: Tokenizer | None, folder: Path) -> str:
 def write_json(path: Path, content: Mapping[str, Any]) -> None:
     """Write a JSON object."""
     path.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
-
-
-def _has(folder: Path, name: str) -> bool:
-    return (folder / name).is_file()
 
 
 def _first(value: Any) -> int | None:

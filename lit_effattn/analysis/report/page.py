@@ -57,11 +57,6 @@ class Chart(NamedTuple):
     x_ticks: list[tuple[str, str]]
     y_ticks: list[tuple[str, str]]
     lines: list[Curve]
-    width: int = WIDTH
-    height: int = HEIGHT
-    left: int = _LEFT
-    right: int = _RIGHT
-    bottom: int = _BOTTOM
 
 
 def _breakable(name: str) -> Markup:
@@ -86,6 +81,7 @@ _ENVIRONMENT = Environment(
     lstrip_blocks=True,
 )
 _ENVIRONMENT.filters |= {"shown": shown, "breakable": _breakable, "data_uri": _data_uri}
+_ENVIRONMENT.globals |= {"width": WIDTH, "height": HEIGHT, "left": _LEFT, "right": _RIGHT, "bottom": _BOTTOM}
 _ENVIRONMENT.globals["gradient"] = Markup(gradient())
 
 

@@ -228,7 +228,7 @@ class Adapter:
 
     def capabilities(self, module: Any) -> set[str]:
         """Return the names of what laws may need: of methods that are overridden, and of attributes that are set."""
-        result = {name for name in self._OPTIONAL if _overrides(type(self), name)}
+        result = {name for name in self._OPTIONAL if getattr(type(self), name) is not getattr(Adapter, name)}
         if not (self.causal and self.stateful):
             result -= {"initial_state", "reset", "donated", "bounded", "pack", "combine"}
         result |= {"state"} if self.causal and self.stateful else set()
@@ -238,7 +238,8 @@ class Adapter:
         result |= {"empty rows"} if self.padding and self.least == 0 else set()
         result |= {"kept states"} if not self.donates and "state" in result else set()
         result |= {"features"} if self.vocabulary is None else set()
-        result |= {"parameters"} if isinstance(module, nn.Module) and any(True for _ in module.parameters()) else set()
+        if isinstance(module, nn.Module):
+            result |= {"module", "parameters"} if any(True for _ in module.parameters()) else {"module"}
         return result
 
 
@@ -259,10 +260,6 @@ def check_options(adapter: Adapter) -> None:
         raise ValueError(f"{adapter.name}: least={adapter.least} must be 0 or 1")
 
 
-def _overrides(kind: type[Adapter], name: str) -> bool:
-    return getattr(kind, name) is not getattr(Adapter, name)
-
-
 def _options(kind: type[Adapter]) -> set[str]:
     names = {name for base in kind.__mro__ for name in vars(base).get("__annotations__", {})}
     return {name for name in names if not name.startswith("_")}
@@ -278,13 +275,10 @@ def _source(module: Any) -> str | None:
     """Return the code that builds a module by a class or function, or one of PyTorch's by its representation."""
     if isinstance(module, nn.Module):
         return f"torch.nn.{module!r}" if type(module).__module__.startswith("torch.nn.modules.rnn") else None
-    target, args, keywords = (
-        getattr(module, "func", module),
-        getattr(module, "args", ()),
-        getattr(module, "keywords", {}),
-    )
+    target = getattr(module, "func", module)
     if not is_importable(target):
         return None
+    args, keywords = getattr(module, "args", ()), getattr(module, "keywords", {})
     given = [*map(_code, args), *(f"{key}={_code(value)}" for key, value in keywords.items())]
     return f"{target.__name__}({', '.join(given)})"
 

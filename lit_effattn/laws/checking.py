@@ -5,8 +5,6 @@ from __future__ import annotations
 import inspect
 import time
 from collections.abc import Iterable
-from contextlib import contextmanager
-from typing import Any
 
 import torch
 from torch import nn
@@ -63,7 +61,8 @@ def check(
     if unknown := adapter.bitwise - LAWS.keys():
         raise ValueError(f"{adapter.name}: bitwise={sorted(unknown)} are not laws; there are {', '.join(LAWS)}")
     subject = Subject(adapter, device, dtype, bitwise)
-    with _repeatable():
+    with torch.random.fork_rng(devices=[]):  # the caller's random numbers stay as they are
+        torch.manual_seed(0)
         results = [_result(law, subject, shrink_seconds) for law in chosen(laws)]
     return Report(adapter.name, results, str(subject.device), str(subject.dtype))
 
@@ -117,11 +116,3 @@ def _result(law: Law, subject: Subject, shrink_seconds: float) -> Result:
         module=smallest.adapter.name if smallest is not subject else "",
         script=code.script(smallest, failure),
     )
-
-
-@contextmanager
-def _repeatable() -> Any:
-    """Leave the caller's random numbers as they are."""
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        yield

@@ -6,7 +6,6 @@ import ast
 import inspect
 import re
 import textwrap
-from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -83,18 +82,20 @@ def begin(variant: str, batch: int, max_len: int) -> str:
     return f"initial_state(module, {batch}, {max_len if start == 'max_len' else None}, x)"
 
 
-def streamed(way: Sequence[int], variant: str, first: str, batch: int, x: str = "x") -> list[str]:
+def streamed(trial: Trial) -> list[str]:
     """Return the lines that feed `x` in segments, and leave the outputs in `parts` and the state in `state`."""
-    lines = [f"state, parts = {first}, []"]
-    given = variant.startswith("donated")
-    context = "torch.no_grad(), donated()" if given else "torch.no_grad()"
-    lines += [
-        f"with {context}:",
-        f"    for part in {x}.split({list(way)}, 1):",
+    return [
+        f"state, parts = {begin(trial.variant, trial.batch, trial.n)}, []",
+        f"with {without_gradients(trial)}:",
+        f"    for part in x.split({list(trial.way)}, 1):",
         "        z, state = call(module, part, state)",
         "        parts.append(z)",
     ]
-    return lines
+
+
+def without_gradients(trial: Trial) -> str:
+    """Return the code of the contexts of a trial's calls."""
+    return "torch.no_grad(), donated()" if trial.variant.startswith("donated") else "torch.no_grad()"
 
 
 def close(subject: Subject, law: str, got: str, expected: str) -> str:
@@ -103,13 +104,12 @@ def close(subject: Subject, law: str, got: str, expected: str) -> str:
     return f"torch.testing.assert_close({got}, {expected}, rtol={rtol:g}, atol={atol:g})"
 
 
-def padded(subject: Subject, trial: Trial, x: str = "x") -> list[str]:
+def padded(subject: Subject, trial: Trial) -> list[str]:
     """Return the lines that put 0 into the padding of `x`."""
-    side = "left" if subject.adapter.padding == "left" else "right"
     n = trial.way[0]
-    if side == "right":
-        return [f"for i, n in enumerate({list(trial.lengths)}): {x}[i, n:{n}] = 0"]
+    if subject.adapter.padding != "left":
+        return [f"for i, n in enumerate({list(trial.lengths)}): x[i, n:{n}] = 0"]
     return [
         f"for i, n in enumerate({list(trial.lengths)}):",
-        f"    {x}[i, :{n}] = torch.cat([torch.zeros_like({x}[i, n:{n}]), {x}[i, :n]])",
+        f"    x[i, :{n}] = torch.cat([torch.zeros_like(x[i, n:{n}]), x[i, :n]])",
     ]

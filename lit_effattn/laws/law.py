@@ -11,6 +11,7 @@ from lit_effattn.laws.comparison import Check, Difference, Tolerance, difference
 from lit_effattn.laws.subject import Subject
 
 REASONS = {
+    "module": "it is a function",
     "causal": "it is not causal",
     "state": "it has no state",
     "lengths": "its `padding` is None",

@@ -30,14 +30,14 @@ class Gradients(Law):
 
     name = "gradients"
     title = "gradients equal finite differences, through a state too"
-    needs = frozenset({"features"})
+    needs = frozenset({"module", "features"})
     detail = "Training follows another direction than the steepest one."
 
     def missing(self, subject: Subject) -> str:
         """Return why the law can't be checked."""
         if subject.dtype != torch.float64:
             return "finite differences need float64"
-        return super().missing(subject) if isinstance(subject.module, nn.Module) else "it is a function"
+        return super().missing(subject)
 
     def tolerance(self, subject: Subject) -> Tolerance:
         """Return the tolerance of a difference quotient."""
@@ -111,11 +111,8 @@ class Precision(Law):
 
     name = "half-precision"
     title = "half precision stays finite, and near float32"
+    needs = frozenset({"module"})
     detail = "Sums that are kept in half precision drift, or overflow, after some hundred positions."
-
-    def missing(self, subject: Subject) -> str:
-        """Return why the law can't be checked."""
-        return "" if isinstance(subject.module, nn.Module) else "it is a function"
 
     def tolerance(self, subject: Subject) -> Tolerance:
         """Return the tolerance in spacings."""
@@ -143,7 +140,8 @@ class Precision(Law):
     @torch.no_grad()
     def checks(self, subject: Subject, trial: Trial) -> list[Check]:
         """Compare each position with that in float32."""
-        adapter, dtype = subject.adapter, DTYPES[trial.variant.partition("-")[2]]
+        adapter, name = subject.adapter, trial.variant.partition("-")[2]
+        dtype = DTYPES[name]
         exact, narrow, context = self._narrow(subject, dtype)
         x = self._inputs(subject, exact, trial.n)
         y_exact, _ = adapter.call(exact, x)
@@ -167,9 +165,7 @@ class Precision(Law):
                         y = torch.cat([y, stream(call, x[:, n:], trial.way[half:], state)[0]], 1)
         if not y.isfinite().all():
             at = int((~y.isfinite()).any(-1).flatten().nonzero()[0])
-            return [
-                Claim(False, f"outputs in {trial.variant.partition('-')[2]} are not finite, first at position {at}")
-            ]
+            return [Claim(False, f"outputs in {name} are not finite, first at position {at}")]
         errors = (y.float() - y_exact).norm(dim=-1) / y_exact.norm(dim=-1)
         error = (errors.median() if adapter.jumps else errors.max()).item()
         bound = adapter.spacings * SPACINGS[dtype]
@@ -177,7 +173,7 @@ class Precision(Law):
         return [
             Claim(
                 error < bound,
-                f"{kind} output in {trial.variant.partition('-')[2]} is off by {percent(error)} of its length; "
+                f"{kind} output in {name} is off by {percent(error)} of its length; "
                 f"at most {percent(bound, 2)} is rounding",
                 error,
             )

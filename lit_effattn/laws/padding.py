@@ -55,11 +55,7 @@ class Padding(Law):
                 _, before = subject.call(subject.padded(earlier, counts), None, counts)
         x = subject.differentiable(subject.padded(plain, lengths, _garbage(subject, trial)))
         y, state = subject.call(x, subject.kept(before), lengths)
-        computed = (
-            subject.gradients(y.masked_fill(~valid[..., None], 0), x)
-            if not adapter.zeroes_padding
-            else (subject.gradients(y, x))
-        )
+        computed = subject.gradients(y if adapter.zeroes_padding else y.masked_fill(~valid[..., None], 0), x)
         checks: list[Check] = []
         total: dict[str, Tensor] = {}
         for i, length in enumerate(lengths):

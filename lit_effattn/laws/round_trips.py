@@ -7,7 +7,6 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
-from torch import nn
 
 from lit_effattn.laws import code, tree
 from lit_effattn.laws.comparison import Check, Claim, Pair
@@ -116,13 +115,9 @@ class Compiled(Law):
 
     name = "compiled"
     title = "compiled equals eager"
-    needs = frozenset({"compiles"})
+    needs = frozenset({"module", "compiles"})
     detail = "A compiled model computes something else than the one that was tested."
     backend = "aot_eager"
-
-    def missing(self, subject: Subject) -> str:
-        """Return why the law can't be checked."""
-        return super().missing(subject) if isinstance(subject.module, nn.Module) else "it is a function"
 
     def trials(self, subject: Subject, variant: str) -> Iterator[Trial]:
         """Yield two rows, one of them padded where that is possible. A graph repeats the segments, so two units do."""
@@ -166,12 +161,8 @@ class CompiledSteps(Law):
 
     name = "compiled-steps"
     title = "compiled single steps equal one eager call"
-    needs = frozenset({"state", "kept states", "compiles"})
+    needs = frozenset({"module", "state", "kept states", "compiles"})
     detail = "Compiled generation computes something else, or overwrites a state that is needed again."
-
-    def missing(self, subject: Subject) -> str:
-        """Return why the law can't be checked."""
-        return super().missing(subject) if isinstance(subject.module, nn.Module) else "it is a function"
 
     def trials(self, subject: Subject, variant: str) -> Iterator[Trial]:
         """Yield a unit of steps."""
@@ -206,7 +197,7 @@ class CompiledSteps(Law):
             f"x = {code.inputs(subject, trial.batch, trial.n)}",
             "y, _ = call(module, x)",
             f"module = torch.compile(module, backend='aot_eager', fullgraph={subject.adapter.fullgraph})",
-            *code.streamed(trial.way, "kept", code.begin("kept-none", trial.batch, trial.n), trial.batch),
+            *code.streamed(trial),
             code.close(subject, self.name, "torch.cat(parts, 1)", "y"),
         ]
 

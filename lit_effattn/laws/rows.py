@@ -139,7 +139,6 @@ class Ragged(Law):
     def script(self, subject: Subject, trial: Trial) -> list[str]:
         """Return the lines of a script: see `Law.script`."""
         first = code.begin(trial.variant, trial.batch, trial.n + subject.adapter.unit)
-        given = "torch.no_grad(), donated()" if trial.variant.startswith("donated") else "torch.no_grad()"
         return [
             f"x = {code.inputs(subject, trial.batch, trial.way[0])}",
             f"rest = {code.inputs(subject, trial.batch, trial.n - trial.way[0], 1)}",
@@ -147,7 +146,7 @@ class Ragged(Law):
             f"{list(trial.lengths)})]",
             *code.padded(subject, trial),
             f"parts, lengths = [], torch.tensor({list(trial.lengths)})",
-            f"with {given}:",
+            f"with {code.without_gradients(trial)}:",
             f"    _, state = call(module, x, {first}, lengths)",
             f"    for part in rest.split({list(trial.way[1:])}, 1):",
             "        z, state = call(module, part, state)",

@@ -52,7 +52,7 @@ class Segments(Law):
         return [
             f"x = {code.inputs(subject, trial.batch, trial.n)}",
             "y, _ = call(module, x)",
-            *code.streamed(trial.way, trial.variant, code.begin(trial.variant, trial.batch, trial.n), trial.batch),
+            *code.streamed(trial),
             code.close(subject, self.name, "torch.cat(parts, 1)", "y"),
         ]
 
@@ -120,7 +120,7 @@ class CarriedGradients(Law):
 
     def script(self, subject: Subject, trial: Trial) -> list[str]:
         """Return the lines of a script: see `Law.script`."""
-        stream = code.streamed(trial.way, trial.variant, code.begin(trial.variant, trial.batch, trial.n), trial.batch)
+        stream = code.streamed(trial)
         stream[1] = stream[1].replace("torch.no_grad(), ", "").replace("torch.no_grad()", "torch.enable_grad()")
         return [
             f"x = {code.inputs(subject, trial.batch, trial.n)}",
@@ -304,21 +304,16 @@ class Combine(Law):
         def joined(before: object, after: object) -> object:
             return subject.adapter.combine(subject.module, before, after)
 
+        states = {
+            "(a + b) + c": joined(joined(a, b), c),
+            "a + (b + c)": joined(a, joined(b, c)),
+            "the empty state + a + b + c": joined(joined(joined(empty, a), b), c),
+            "a + b + c + the empty state": joined(joined(joined(a, b), c), empty),
+        }
         expected = subject.whole(trial.batch, trial.n)[:, -trial.way[-1] :]
         return [
-            Pair(what, subject.call(last, state)[0], expected)
-            for what, state in (
-                ("outputs after (a + b) + c and after the whole", joined(joined(a, b), c)),
-                ("outputs after a + (b + c) and after the whole", joined(a, joined(b, c))),
-                (
-                    "outputs after the empty state + a + b + c and after the whole",
-                    joined(joined(joined(empty, a), b), c),
-                ),
-                (
-                    "outputs after a + b + c + the empty state and after the whole",
-                    joined(joined(joined(a, b), c), empty),
-                ),
-            )
+            Pair(f"outputs after {name} and after the whole", subject.call(last, state)[0], expected)
+            for name, state in states.items()
         ]
 
     def script(self, subject: Subject, trial: Trial) -> list[str]:

@@ -118,14 +118,14 @@ class Subject:
         """Feed `x` in segments of the lengths `way`, and pass the state along."""
         return stream(lambda part, before: self.call(part, before, module=module), x, way, state)
 
-    def whole(self, batch: int, n: int, seed: int = 0) -> Tensor:
-        """Return the outputs of one call on `inputs(batch, n, seed)`, without gradients."""
+    def whole(self, batch: int, n: int) -> Tensor:
+        """Return the outputs of one call on `inputs(batch, n)`, without gradients."""
 
         def compute() -> Tensor:
             with torch.no_grad():
-                return self.call(self.inputs(batch, n, seed))[0]
+                return self.call(self.inputs(batch, n))[0]
 
-        result: Tensor = self.remember(("whole", batch, n, seed), compute)
+        result: Tensor = self.remember(("whole", batch, n), compute)
         return result
 
     def begin(self, start: str, batch: int, max_len: int) -> Any:
@@ -156,10 +156,9 @@ class Subject:
         """Return rows of a state."""
         return self.adapter.select(self.module, state, self.lengths(rows))
 
-    def gradients(self, y: Tensor, *wanted: Tensor, module: Any = None) -> dict[str, Tensor]:
+    def gradients(self, y: Tensor, *wanted: Tensor) -> dict[str, Tensor]:
         """Return gradients with respect to the parameters, and to those of `wanted` that need one: see `gradients`."""
-        module = self.module if module is None else module
-        return gradients(module, y, *(t for t in wanted if t.requires_grad))
+        return gradients(self.module, y, *(t for t in wanted if t.requires_grad))
 
     def differentiable(self, x: Tensor) -> Tensor:
         """Return `x` as a leaf that requires a gradient, if it is of floating point."""

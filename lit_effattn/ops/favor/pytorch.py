@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -530,7 +529,7 @@ def _forward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Return the output, the last sums and maxima, and the denominators (B, H, N)."""
     out, denominator = torch.empty_like(v), v.new_empty(v.shape[:-1])
-    if _in_cpp(q, k, v, omega, offset, s, z, m):
+    if selection.use_cpp_in_float32(WHAT, cpp_kernels.NAME, (q, k, v), (omega, offset, s, z, m)):
         s, z, m = cpp_kernels.forward(q, k, v, omega, offset, None, 1.0, s, z, m, out, denominator)
         return out, s, z, m, denominator
     s, z, m = _copy(s), _copy(z), _copy(m)
@@ -538,14 +537,6 @@ def _forward(
         for rows in _in_groups(q, k, v, omega.expand(len(q), -1, -1, -1), offset, s, z, m, out, denominator):
             _forward_rows(*rows, chunk_size=chunk_size)
     return out, s, z, m, denominator
-
-
-def _in_cpp(q: Tensor, k: Tensor, v: Tensor, *tensors: Tensor) -> bool:
-    """Return whether to use the kernel: for float32 only, with layouts of the inputs that it supports."""
-    if any(t.dtype != torch.float32 for t in (q, k, v, *tensors)) or any(t.stride(-1) != 1 for t in (q, k, v)):
-        return False
-    asked = os.environ.get(selection.KERNELS, "")
-    return selection.use_cpp(WHAT, asked, q.device, (torch.float32,), cpp_kernels.NAME)
 
 
 def _forward_rows(*tensors: Tensor, chunk_size: int) -> None:
@@ -570,7 +561,7 @@ def _backward(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, 
     """Return the gradients of q, k, v, offset, s and z from those of the output and of the last sums."""
     g, g_s, g_z, q, k, v, omega, offset, s, z, m, out, denominator, chunk_size = arguments
     g_q, g_k, g_v, g_offset = (torch.empty_like(t) for t in (q, k, v, offset))
-    if _in_cpp(q, k, v, omega, offset, s, z, m):
+    if selection.use_cpp_in_float32(WHAT, cpp_kernels.NAME, (q, k, v), (omega, offset, s, z, m)):
         g_s, g_z = cpp_kernels.backward(
             *(g, g_s, g_z, q, k, v, omega, offset, None, 1.0, s, z, m, g_q, g_k, g_v, g_offset)
         )

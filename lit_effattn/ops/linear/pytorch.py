@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from typing import Any
 
@@ -183,7 +182,7 @@ def _forward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return the output, the last sums, and the denominators (B, H, N), eps included."""
     out, denominator = torch.empty_like(v), q.new_empty(q.shape[:-1])
-    if _in_cpp(q, k, v, s, z):
+    if selection.use_cpp_in_float32(WHAT, cpp_kernels.NAME, (q, k, v), (s, z)):
         s, z = cpp_kernels.forward(q, k, v, s, z, None, eps, out, denominator, elu=False)
         return out, s, z, denominator
     s, z = _copy(s), _copy(z)
@@ -191,14 +190,6 @@ def _forward(
         for rows in _in_groups(q, k, v, s, z, out, denominator):
             _forward_rows(*rows, chunk_size=chunk_size, eps=eps)
     return out, s, z, denominator
-
-
-def _in_cpp(q: Tensor, k: Tensor, v: Tensor, *sums: Tensor) -> bool:
-    """Return whether to use the kernel: for float32 only, with layouts of the inputs that it supports."""
-    if any(t.dtype != torch.float32 for t in (q, k, v, *sums)) or any(t.stride(-1) != 1 for t in (q, k, v)):
-        return False
-    asked = os.environ.get(selection.KERNELS, "")
-    return selection.use_cpp(WHAT, asked, q.device, (torch.float32,), cpp_kernels.NAME)
 
 
 def _forward_rows(*tensors: Tensor, chunk_size: int, eps: float) -> None:
@@ -219,7 +210,7 @@ def _backward(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Return the gradients of q, k, v, s and z from those of the output and of the last sums."""
     g, g_s, g_z, q, k, v, s, z, out, denominator, chunk_size, eps = arguments
     g_q, g_k, g_v = (torch.empty_like(t) for t in (q, k, v))
-    if _in_cpp(q, k, v, s, z):
+    if selection.use_cpp_in_float32(WHAT, cpp_kernels.NAME, (q, k, v), (s, z)):
         g_s, g_z = cpp_kernels.backward(g, g_s, g_z, q, k, v, s, z, None, eps, g_q, g_k, g_v, elu=False)
         return g_q, g_k, g_v, g_s, g_z
     s, z, g_s, g_z = (_copy(t) for t in (s, z, g_s, g_z))

@@ -44,6 +44,7 @@ import triton.language as tl
 from torch import Tensor
 
 from lit_effattn.ops.favor.pytorch import rounding_error
+from lit_effattn.ops.linear.pytorch import _copy
 from lit_effattn.ops.linear.triton_kernels import (
     _at,
     _at_once,
@@ -53,6 +54,7 @@ from lit_effattn.ops.linear.triton_kernels import (
     _padded,
     _precision,
     _store,
+    _sums_at,
     _valid,
     _zeros_dot,
 )
@@ -174,12 +176,6 @@ def _pair(log_q, log_k, top, overflow, j):
     key = tl.sum(tl.where(places[:, None] == j, log_k, 0.0), 0)  # (BF,)
     sees = overflow & (places >= j)
     return tl.exp(tl.where(sees[:, None], log_q + key[None, :] - top[:, None], _NOTHING))
-
-
-@triton.jit
-def _sums_at(s, features, columns, F: tl.constexpr, D: tl.constexpr):
-    """Return pointers to a head's S (F, D) at `features` (BF,) and `columns` (BD,), and which exist: (BF, BD) each."""
-    return s + features[:, None] * D + columns[None, :], (features < F)[:, None] & (columns < D)[None, :]
 
 
 @triton.jit
@@ -811,7 +807,3 @@ class _Plan:
     def _part(self) -> dict[str, int]:
         """Return the constants of `_add_up_keys` and `_add_up_queries`."""
         return {name: self.constants[name] for name in ("D", "F", "BD")} | {"BF": _ADDED_AT_ONCE}
-
-
-def _copy(t: Tensor) -> Tensor:
-    return t.clone(memory_format=torch.contiguous_format)

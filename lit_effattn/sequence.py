@@ -90,7 +90,7 @@ class SequenceModule(HasInitArgs, nn.Module, ABC):
 
         The default sets them to zero. A kind whose empty state is not all zeros (a running maximum) overrides it.
         """
-        return map_tensors(lambda t: t.masked_fill(_as_column(rows, t), 0), state)
+        return map_tensors(lambda t: t.masked_fill(rows.view(-1, *[1] * (t.dim() - 1)), 0), state)
 
     def grow(self, state: State, max_len: int) -> State:
         """Return `state` with room for `max_len` positions in all.
@@ -312,10 +312,6 @@ def _with_first_slots(empty: Tensor, stored: Tensor) -> Tensor:
     larger = empty.to(stored.dtype)
     larger[tuple(map(slice, stored.shape))] = stored
     return larger
-
-
-def _as_column(rows: Tensor, t: Tensor) -> Tensor:
-    return rows.view(-1, *[1] * (t.dim() - 1))
 
 
 # ----------------------------------------------------------------------------------------- several sequences in a row

@@ -408,17 +408,17 @@ class _Advance:
         try:
             # A context, because not every supported torch has a limit as an option of `torch.compile`.
             with torch._dynamo.config.patch(recompile_limit=_MOST_PROGRAMS):
-                self._replay = _recorded(self._run, tokens.device) if _on_cuda(tokens.device) else self._run_once()
+                if _on_cuda(tokens.device):
+                    self._replay = _recorded(self._run, tokens.device)
+                else:
+                    self._run()
+                    self._replay = self._run
         except (TorchDynamoException, FailOnRecompileLimitHit) as error:
             raise refusal(model.backbone, error) from error
 
     def _run(self) -> None:
         with donated():
             _program(BACKEND)(*self._arguments)
-
-    def _run_once(self) -> Callable[[], None]:
-        self._run()
-        return self._run
 
 
 def _on_cpu(device: torch.device) -> bool:

@@ -268,7 +268,10 @@ def _summary(
     """
     n = q.size(2)
     j = summary_positions(columns, stride, k.size(2) // columns.size(1))[:, None]  # (H or 1, 1, S)
-    mask = _sees_summary(_positions(start, n, q.device), j, stride, causal, other_blocks)  # (B or 1, H or 1, N, S)
+    position = torch.arange(n, device=q.device)[None]  # (1, N)
+    if start is not None:
+        position = position + start[:, None]  # (B, N)
+    mask = _sees_summary(position, j, stride, causal, other_blocks)  # (B or 1, H or 1, N, S)
     if not causal:
         mask = mask & (j < _ends(lengths, n, q.device)[:, None, None, None])
     q, k, v = (t[:, None] for t in (q, k.to(q.dtype), v.to(q.dtype)))  # (B, 1, H, N or S, D)
@@ -425,12 +428,6 @@ def _unblock(t: Tensor) -> Tensor:
 def gather_rows(t: Tensor, index: Tensor) -> Tensor:
     """Return the entries `index` (B or 1, H or 1, K), or (H or 1, K), of `t` (B, H, M, D): (B, H, K, D)."""
     return t.gather(2, index[..., None].expand(t.size(0), t.size(1), -1, t.size(3)))
-
-
-def _positions(start: Tensor | None, n: int, device: torch.device) -> Tensor:
-    """Return the queries' positions, (B or 1, N)."""
-    position = torch.arange(n, device=device)[None]
-    return position if start is None else position + start[:, None]
 
 
 def _ends(lengths: Tensor | None, n: int, device: torch.device) -> Tensor:

@@ -161,8 +161,8 @@ class GreedyDecoder(Decoder):
 
     def __call__(self, log_probs: Tensor, lengths: Tensor, phones: tuple[str, ...]) -> list[list[int]]:
         """See `Decoder.__call__`."""
-        paths = log_probs.argmax(-1).tolist()  # (B, T)
-        return [_collapsed(path[:n]) for path, n in zip(paths, lengths.tolist(), strict=True)]
+        rows = zip(log_probs.argmax(-1).tolist(), lengths.tolist(), strict=True)
+        return [[label for label, _ in groupby(path[:n]) if label != BLANK] for path, n in rows]
 
     def stream(self, phones: tuple[str, ...]) -> LabelStream:
         """Return a stream that gives each label at its first frame."""
@@ -326,7 +326,3 @@ def _common(sequences: list[np.ndarray]) -> int:
     rows = np.stack([sequence[:n] for sequence in sequences])
     differ = np.flatnonzero((rows != rows[0]).any(0))
     return int(differ[0]) if differ.size else n
-
-
-def _collapsed(path: list[int]) -> list[int]:
-    return [label for label, _ in groupby(path) if label != BLANK]

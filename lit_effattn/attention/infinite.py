@@ -16,7 +16,7 @@ from lit_effattn.attention.transformer_xl import TransformerXLAttention, slots_u
 from lit_effattn.checks import at_least
 from lit_effattn.ops.continuous import Grid, gaussian
 from lit_effattn.ops.relative import furthest, relative_attention, relative_shift
-from lit_effattn.sequence import SequenceModule, State, accumulator, valid_lengths, without_padding
+from lit_effattn.sequence import State, accumulator, valid_lengths, without_padding
 
 Writes = Literal["evicted", "segment"]
 ShortTerm = Literal["transformer_xl", "softmax"]
@@ -367,12 +367,6 @@ class InfiniteAttention(TransformerXLAttention):
     def reset(self, state: InfiniteMemory, rows: Tensor) -> InfiniteMemory:
         """See `SequenceModule.reset`. The counter is kept, so the next document's samples have different jitter."""
         return super().reset(state, rows)._replace(counter=state.counter)
-
-    def check(self, x: Tensor, state: State | None, lengths: Tensor | None) -> None:
-        """See `SequenceModule.check`. Also checks that the state has the size of this memory."""
-        SequenceModule.check(self, x, state, lengths)
-        if state is not None:
-            self._check_slots(state.inputs.size(1), self._reach)
 
     def set_memory(self, mem_len: int, clamp_len: int | None = None, same_length: bool = False) -> None:
         """See `TransformerXLAttention.set_memory`. `same_length` must be False: the split never has an effect here."""

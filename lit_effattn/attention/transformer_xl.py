@@ -315,10 +315,10 @@ class TransformerXLAttention(Attention):
     def check(self, x: Tensor, state: State | None, lengths: Tensor | None) -> None:
         """See `SequenceModule.check`. Also checks that the state has the size of this memory."""
         super().check(x, state, lengths)
-        if isinstance(state, InputMemory):
-            self._check_slots(state.inputs.size(1), self._reach)
-        elif state is not None:
+        if isinstance(state, ProjectedMemory):
             self._check_room(state.keys.size(2), state.length, x.size(1) if lengths is None else lengths)
+        elif state is not None:
+            self._check_slots(state.inputs.size(1), self._reach)
 
     def _check_slots(self, slots: int, wanted: int) -> None:
         if slots != wanted:

@@ -167,8 +167,7 @@ class SequenceClassifier(Task):
 
     def _pool(self, hidden: Tensor, lengths: Tensor | None) -> Tensor:
         """(B, N, E) -> (B, E). The backbone's outputs are 0 in the padding."""
-        if lengths is None:
-            lengths = torch.full((hidden.size(0),), hidden.size(1), device=hidden.device)
+        lengths = valid_lengths(lengths, hidden)
         if self.pooling == "last":
             last = (lengths - 1).clamp(min=0)[:, None, None].expand(-1, 1, hidden.size(2))  # (B, 1, E)
             return hidden.gather(1, last)[:, 0]

@@ -30,7 +30,7 @@ from lit_effattn.generation.speculative import N_DRAFT, Speculated, speculate
 from lit_effattn.nn.evaluating import evaluating
 from lit_effattn.nn.heads import CategoricalHead, HeadFactory
 from lit_effattn.nn.sliding import SlidingWindow
-from lit_effattn.sequence import SequenceModule, State, first_positions, packed
+from lit_effattn.sequence import SequenceModule, State, first_positions, packed, valid_lengths
 from lit_effattn.tasks.auxiliary import FurtherPredictions, mean_of_scored
 from lit_effattn.tasks.base import Objective, Task, carried, check_backbone, check_fields, check_integers
 from lit_effattn.tasks.kept_states import check_replaceable, load_state
@@ -362,8 +362,7 @@ class LanguageModel(Task):
         """Update the accuracy of each length, and return all: a process may have no sequence of some length."""
         if self.accuracy_by_length and getattr(batch, "starts", None) is not None:
             raise ValueError("test_lengths does not support several sequences in a row; test with padded rows")
-        full = torch.full_like(batch.inputs[:, 0], batch.inputs.size(1))
-        lengths = full if batch.lengths is None else batch.lengths
+        lengths = valid_lengths(batch.lengths, batch.inputs)
         of_target = lengths[:, None].expand_as(scored)[scored]  # (B, N) -> (T,)
         metrics: dict[str, Any] = dict(self.accuracy_by_length.items())
         for n, metric in metrics.items():
@@ -624,32 +623,19 @@ class LanguageModel(Task):
         shown = Decoded(tokenizer, begin) if n in (None, 1) and beam is None else None
         if shown is not None:
             progress = iter
-        if draft is not None:
-            proposes = draft.to(self.device) if isinstance(draft, LanguageModel) else NGrams()
-            drawn = self.speculate(
-                tokens.expand(n or 1, -1),
-                n_tokens,
-                proposes,
-                n_draft=N_DRAFT if n_draft is None else n_draft,
-                sampling=sampling,
-                progress=progress,
-                on_tokens=shown,
-            ).tokens.cpu()
-            numbered = [f"--- {i}\n{begin}{tokenizer.decode(row.numpy())}" for i, row in enumerate(drawn)]
-        elif beam is None:
-            keep = None
-            if save_state is not None:
-                keep = partial(save_state_file, path=Path(save_state), model=self, backbone=self.backbone)
-            drawn = self.sample(
-                tokens.expand(n or 1, -1),
-                n_tokens,
-                sampling=sampling,
-                kept=kept,
-                keep=keep,
-                progress=progress,
-                on_tokens=shown,
-            ).cpu()
-            numbered = [f"--- {i}\n{begin}{tokenizer.decode(row.numpy())}" for i, row in enumerate(drawn)]
+        if draft is not None or beam is None:
+            rows = tokens.expand(n or 1, -1)
+            how = {"sampling": sampling, "progress": progress, "on_tokens": shown}
+            if draft is not None:
+                proposes = draft.to(self.device) if isinstance(draft, LanguageModel) else NGrams()
+                n_draft = N_DRAFT if n_draft is None else n_draft
+                drawn = self.speculate(rows, n_tokens, proposes, n_draft=n_draft, **how).tokens
+            else:
+                keep = None
+                if save_state is not None:
+                    keep = partial(save_state_file, path=Path(save_state), model=self, backbone=self.backbone)
+                drawn = self.sample(rows, n_tokens, kept=kept, keep=keep, **how)
+            numbered = [f"--- {i}\n{begin}{tokenizer.decode(row.numpy())}" for i, row in enumerate(drawn.cpu())]
         else:
             hypotheses = self.beam_search(
                 tokens,

@@ -23,7 +23,7 @@ from lit_effattn.generation import Kept
 from lit_effattn.generation.beam import LENGTH_PENALTY, Hypotheses, LengthNorm, beam_search, check_beam
 from lit_effattn.nn.encoder_decoder import EncoderDecoder
 from lit_effattn.nn.heads import CategoricalHead, HeadFactory
-from lit_effattn.sequence import State
+from lit_effattn.sequence import State, valid_lengths
 from lit_effattn.tasks.auxiliary import mean_of_scored
 from lit_effattn.tasks.base import Objective, Task, check_fields, check_integers
 from lit_effattn.tasks.kept_states import check_replaceable, load_source
@@ -276,8 +276,7 @@ class SequenceToSequence(Task):
             state: The encoded source, see `remember`, with room for the longest target. Default: it is encoded.
             progress: Wraps the iterable of steps.
         """
-        if source_lengths is None:
-            source_lengths = _full(source)
+        source_lengths = valid_lengths(source_lengths, source)
         return beam_search(
             self.backbone,
             self._embed_target,
@@ -435,8 +434,7 @@ class SequenceToSequence(Task):
     @torch.no_grad()
     def _encoded(self, source: Tensor, source_lengths: Tensor | None = None) -> State:
         """Encode source tokens (B, S), with room for the longest target that `search` can find."""
-        if source_lengths is None:
-            source_lengths = _full(source)
+        source_lengths = valid_lengths(source_lengths, source)
         return self.remember(source, source_lengths, max_len=int(self._limits(source_lengths).max()))
 
     def encode(self, text: str) -> Tensor:
@@ -491,11 +489,6 @@ class SequenceToSequence(Task):
                     "settings that the checkpoint was trained with"
                 )
         super().on_load_checkpoint(checkpoint)
-
-
-def _full(tokens: Tensor) -> Tensor:
-    """Return the lengths (B,) of tokens (B, S) that are all valid."""
-    return torch.full((len(tokens),), tokens.size(1), device=tokens.device)
 
 
 def _embedding(n_tokens: int, width: int) -> nn.Embedding:

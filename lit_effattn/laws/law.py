@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -78,14 +79,15 @@ class Law(ABC):
         name: Its name, as in reports and in `check(laws=…)`.
         title: The property, as a sentence.
         needs: What an adapter must offer: see `Adapter.capabilities`.
+        segments: The least and the largest number of segments of a case about which the law says something.
         detail: What changes when the law is broken, for readers of a report.
     """
 
     name: ClassVar[str]
     title: ClassVar[str]
     needs: ClassVar[frozenset[str]] = frozenset()
+    segments: ClassVar[tuple[float, float]] = (1, math.inf)
     detail: ClassVar[str] = ""
-    by_default: ClassVar[bool] = True
 
     def tolerance(self, subject: Subject) -> Tolerance:
         """Return how far apart two results may be, and why."""
@@ -111,7 +113,8 @@ class Law(ABC):
 
     def applies(self, trial: Trial) -> bool:
         """Return whether the law says anything about a case that shrinking has made."""
-        return True
+        least, most = self.segments
+        return least <= len(trial.way) <= most
 
     def script(self, subject: Subject, trial: Trial) -> list[str]:
         """Return the lines of a script after the definitions of `module` and `call`, which fail as the trial does."""

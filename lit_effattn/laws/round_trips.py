@@ -29,15 +29,12 @@ class Parameters(Law):
     name = "state-dict"
     title = "state_dict survives saving and loading"
     needs = frozenset({"parameters"})
+    segments = (1, 1)
     detail = "A checkpoint lacks something that outputs depend on."
 
     def trials(self, subject: Subject, variant: str) -> Iterator[Trial]:
         """Yield one call."""
         yield full(2, long(subject))
-
-    def applies(self, trial: Trial) -> bool:
-        """Return whether there is one call."""
-        return len(trial.way) == 1
 
     @torch.no_grad()
     def checks(self, subject: Subject, trial: Trial) -> list[Check]:
@@ -75,6 +72,7 @@ class SavedState(Law):
     name = "saved-state"
     title = "the state survives saving and loading"
     needs = frozenset({"state", "pack"})
+    segments = (2, 2)
     detail = "A run that is resumed in mid-stream goes on from something else."
 
     def variants(self, subject: Subject) -> Sequence[str]:
@@ -85,10 +83,6 @@ class SavedState(Law):
         """Yield a call, padded where that is possible, and another one."""
         n = long(subject)
         yield Trial((n, n), (n, n - 2) if "lengths" in subject.capabilities else (n, n), variant)
-
-    def applies(self, trial: Trial) -> bool:
-        """Return whether a call follows."""
-        return len(trial.way) == 2
 
     @torch.no_grad()
     def checks(self, subject: Subject, trial: Trial) -> list[Check]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -102,6 +103,7 @@ class Ragged(Law):
     name = "ragged"
     title = "rows go on from prompts of different lengths as each would alone"
     needs = frozenset({"state", "lengths"})
+    segments = (2, math.inf)
     detail = "Batched generation after padded prompts differs from that of each prompt alone."
 
     def variants(self, subject: Subject) -> Sequence[str]:
@@ -114,10 +116,6 @@ class Ragged(Law):
         lengths = (1, 2 * u + 1, subject.adapter.least, 3 * u)
         for way in ((1, 1, 1, u + 1, u - 1), (2 * u + 3,)):
             yield Trial((3 * u, *(n for n in way if n)), lengths, variant)
-
-    def applies(self, trial: Trial) -> bool:
-        """Return whether something follows the prompts."""
-        return len(trial.way) > 1
 
     @torch.no_grad()
     def checks(self, subject: Subject, trial: Trial) -> list[Check]:
@@ -220,6 +218,7 @@ class Select(Law):
     name = "select"
     title = "selected rows of a state go on as they would have"
     needs = frozenset({"state"})
+    segments = (2, math.inf)
     detail = "Beam search, several samples of one prompt and batches that shrink continue other rows."
 
     def trials(self, subject: Subject, variant: str) -> Iterator[Trial]:
@@ -227,10 +226,6 @@ class Select(Law):
         n, u = long(subject), subject.adapter.unit
         way = (n, 1, 1, 1) if subject.adapter.donates else (n, 1, n - 1)  # a cache goes on as in beam search
         yield Trial(way, (n, 2, u) if subject.adapter.padding == "right" else (n, n, n))
-
-    def applies(self, trial: Trial) -> bool:
-        """Return whether calls follow."""
-        return len(trial.way) > 1
 
     @staticmethod
     def _rows(trial: Trial) -> list[int]:

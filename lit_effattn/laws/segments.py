@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 
 import torch
@@ -23,6 +24,7 @@ class Segments(Law):
     name = "segments"
     title = "any split of a stream gives the outputs of one call"
     needs = frozenset({"state"})
+    segments = (2, math.inf)
     detail = "Truncated back-propagation, prefill in chunks and streaming compute something else than one call."
 
     def variants(self, subject: Subject) -> Sequence[str]:
@@ -33,10 +35,6 @@ class Segments(Law):
         """Yield splits of a long stream; four positions in one call follow."""
         for way in splits(long(subject), subject.adapter.unit):
             yield full(2, *way, 4, variant=variant)
-
-    def applies(self, trial: Trial) -> bool:
-        """Return whether there is a second segment."""
-        return len(trial.way) > 1
 
     @torch.no_grad()
     def checks(self, subject: Subject, trial: Trial) -> list[Check]:
@@ -81,6 +79,7 @@ class CarriedGradients(Law):
     name = "carried-gradients"
     title = "gradients flow through the state"
     needs = frozenset({"state", "parameters"})
+    segments = (2, math.inf)
     detail = "Back-propagation through several calls misses what the state carries, or uses overwritten values."
 
     def missing(self, subject: Subject) -> str:
@@ -99,10 +98,6 @@ class CarriedGradients(Law):
         ways = [[1] * n] if variant.startswith("donated") else splits(n, subject.adapter.unit)[1:4]
         for way in ways:
             yield full(2, *way, variant=variant)
-
-    def applies(self, trial: Trial) -> bool:
-        """Return whether there is a second segment."""
-        return len(trial.way) > 1
 
     def checks(self, subject: Subject, trial: Trial) -> list[Check]:
         """Compare gradients."""
@@ -198,15 +193,12 @@ class DonationEnds(Law):
     name = "donation-ends"
     title = "states are kept again after the context that donates them"
     needs = frozenset({"donated", "initial_state"})
+    segments = (2, 2)
     detail = "A cache is overwritten although the caller did not give it away."
 
     def trials(self, subject: Subject, variant: str) -> Iterator[Trial]:
         """Yield a prompt inside the context and one step after it."""
         yield full(2, 3, 1)
-
-    def applies(self, trial: Trial) -> bool:
-        """Return whether a call follows the context."""
-        return len(trial.way) == 2
 
     @torch.no_grad()
     def checks(self, subject: Subject, trial: Trial) -> list[Check]:
@@ -281,6 +273,7 @@ class Combine(Law):
     name = "combine"
     title = "combined states go on as the state after both parts"
     needs = frozenset({"state", "combine", "initial_state"})
+    segments = (4, 4)
     detail = "Sequence parallelism and parallel scans compute something else than one process."
 
     def trials(self, subject: Subject, variant: str) -> Iterator[Trial]:
@@ -288,10 +281,6 @@ class Combine(Law):
         u = subject.adapter.unit
         for way in ((u + 1, 2 * u, 1, 3), (1, 1, 2 * u + 1, u)):
             yield full(2, *way)
-
-    def applies(self, trial: Trial) -> bool:
-        """Return whether there are three parts, and a fourth."""
-        return len(trial.way) == 4
 
     @torch.no_grad()
     def checks(self, subject: Subject, trial: Trial) -> list[Check]:

@@ -200,7 +200,6 @@ def gated_linear_step(
 def gated_linear_weights(
     q: Tensor,
     k: Tensor,
-    before: Tensor | None = None,
     *,
     log_decay: Tensor | None = None,
     beta: Tensor | None = None,
@@ -213,22 +212,16 @@ def gated_linear_weights(
     Args:
         q: (B, H, N, D), queries.
         k: (B, H, N, D), keys.
-        before: (B, H, D, M), columns of a state before the first position; r times them is returned. A state that was
-            updated with values of 1 gives the weight of all earlier positions together.
         log_decay: As in `gated_linear_attention`.
         beta: (B, H, N), or None.
         lengths: (B,), or None.
 
     Returns:
-        (B, H, N, N), the weights w; with `before` (B, H, N, M + N), with r before in the first M columns.
+        (B, H, N, N), the weights w.
     """
     b, h, n, d = q.shape
-    if before is None:
-        before = q.new_zeros(b, h, d, 0)
-    m = before.size(-1)
-    v = torch.eye(n, m + n, dtype=q.dtype, device=q.device).roll(m, 1)  # (N, M + N): no column of `before`
-    state = torch.cat([before, before.new_zeros(b, h, d, n)], -1)  # (B, H, D, M + N)
-    v = v.expand(b, h, n, m + n)
+    v = torch.eye(n, dtype=q.dtype, device=q.device).expand(b, h, n, n)
+    state = q.new_zeros(b, h, d, n)
     return gated_linear_attention(q, k, v, state, log_decay=log_decay, beta=beta, lengths=lengths)[0]
 
 

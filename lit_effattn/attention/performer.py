@@ -13,7 +13,6 @@ from lit_effattn.ops.favor.dispatch import positive_favor, use_kernels
 from lit_effattn.ops.favor.pytorch import (
     Norms,
     causal_favor,
-    favor,
     favor_step,
     log_offset,
     log_products,
@@ -21,7 +20,6 @@ from lit_effattn.ops.favor.pytorch import (
 )
 from lit_effattn.ops.linear.pytorch import (
     causal_linear_attention,
-    linear_attention,
     linear_attention_step,
     linear_attention_weights,
 )
@@ -159,7 +157,7 @@ class PerformerAttention(Attention):
             full = accumulator(q.dtype)
             valid = None if lengths is None else valid_positions(lengths, n)[:, None]  # (B, 1, N)
             if not self.causal:
-                return self._all(q.to(full), k.to(full), v.to(full), valid).to(v.dtype), None
+                return phi.read(q.to(full), phi.sums(k.to(full), v.to(full), valid)).to(v.dtype), None
             state = self.initial_state(b, device=q.device, dtype=full) if state is None else self._current(state)
             sums = state.s.to(full), state.z.to(full), state.m.to(full)
             if isinstance(state, StabilisedPerformerState):
@@ -212,14 +210,6 @@ class PerformerAttention(Attention):
     def _features(self, q: Tensor, k: Tensor, valid: Tensor | None) -> tuple[Tensor, Tensor]:
         """Map (B, H, N, D) queries and keys to features (B, H, N, F), or to their logarithms."""
         return self.feature_map.queries(q), self.feature_map.keys(k, valid)
-
-    def _all(self, q: Tensor, k: Tensor, v: Tensor, valid: Tensor | None) -> Tensor:
-        """Attend from every query to every key where `valid` is True."""
-        if self.feature_map.stabilised:
-            return favor(*self._plus_eps(q, k, valid)[:2], v)
-        if self.feature_map.in_log_space:
-            return favor(*self._features(q, k, valid), v)
-        return linear_attention(*self._features(q, k, valid), v, eps=NOTHING_SEEN)
 
     def empty_state(self, batch_size: int, max_len: int | None, device: torch.device, dtype: torch.dtype) -> Sums:
         """Return empty sums: see `MultiHead.empty_state`."""

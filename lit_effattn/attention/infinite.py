@@ -423,20 +423,14 @@ class InfiniteAttention(TransformerXLAttention):
         Raises:
             ValueError: If there is no signal, or an argument is invalid: see `check`.
         """
-        memory = self._memory
-        self.check(x, state, lengths)
+        self.check(x, None, lengths)  # `forward` checks the state
         x = without_padding(x, lengths)
         state = self.initial_state(len(x), device=x.device, dtype=x.dtype) if state is None else state
         results = []
         for i, position in enumerate(x.split(1, 1)):
             now = torch.ones_like(state.length) if lengths is None else (i < lengths).long()  # (B,), 0 in padding
             attends = (whole_segments(state.length - self._delay, self.segment_len) > 0) & (now > 0)
-            inputs = torch.cat([state.inputs.to(x.dtype), position], 1)  # (B, M + 1, E)
-            written = self._normed(inputs) if self.norm_signal else inputs
-            normed = self._normed(position)
-            _, after = memory(normed, written, state, now, delay=self._delay, training=self.training)
-            held = newest(inputs, self._reach + now, self._reach, dim=1).to(state.inputs.dtype)
-            state = after._replace(inputs=held, length=state.length + now)
+            _, state = self.forward(position, state, now)
             results.append(self.density(position, state, times).masked_fill(~attends[:, None, None, None], 0))
         return torch.cat(results, 2)
 

@@ -182,6 +182,11 @@ def without_padding(x: Tensor, lengths: Tensor | None) -> Tensor:
     return x if lengths is None else x.masked_fill(~valid_positions(lengths, x.size(1))[..., None], 0)
 
 
+def heads_without_padding(x: Tensor, lengths: Tensor | None) -> Tensor:
+    """Set the padding of `x` (B, H, N, D) to 0, even where it is NaN."""
+    return x if lengths is None else x.masked_fill(~valid_positions(lengths, x.size(2))[:, None, :, None], 0)
+
+
 def reversed_rows(x: Tensor, lengths: Tensor | None, dim: int = 1) -> Tensor:
     """Reverse each row's valid positions of `x` (B, …) along `dim`, and keep the padding on the right."""
     if lengths is None:

@@ -20,9 +20,9 @@ from lit_effattn.sequence import (
     accumulator,
     check_starts,
     first_positions,
+    heads_without_padding,
     parts,
     valid_lengths,
-    valid_positions,
     without_padding,
 )
 
@@ -236,9 +236,7 @@ class Attention(MultiHead):
         full = accumulator(q.dtype)
         with torch.autocast(x.device.type, enabled=False):
             weights = self.compute_weights(q.to(full), k.to(full), state, lengths)
-        if lengths is None:
-            return weights
-        return weights.masked_fill(~valid_positions(lengths, x.size(1))[:, None, :, None], 0)
+        return heads_without_padding(weights, lengths)
 
     @torch.no_grad()
     def packed_weights(

@@ -19,7 +19,7 @@ from lit_effattn.ops.linear.pytorch import (
     linear_attention_step,
     linear_attention_weights,
 )
-from lit_effattn.sequence import accumulator, may_overwrite, valid_lengths, valid_positions
+from lit_effattn.sequence import accumulator, heads_without_padding, may_overwrite, valid_lengths
 
 
 class LinearState(NamedTuple):
@@ -126,11 +126,8 @@ class LinearAttention(Attention):
         return self.feature_map(q.to(accumulator(q.dtype))), self._keys(k, lengths)
 
     def _keys(self, k: Tensor, lengths: Tensor | None) -> Tensor:
-        phi = self.feature_map.keys(k.to(accumulator(k.dtype)))
-        if lengths is None:
-            return phi
         # φ(0) is not 0, so it is φ(k) that must be masked; masking v would leave the denominator wrong.
-        return phi.masked_fill(~valid_positions(lengths, k.size(2))[:, None, :, None], 0)
+        return heads_without_padding(self.feature_map.keys(k.to(accumulator(k.dtype))), lengths)
 
     def empty_state(
         self, batch_size: int, max_len: int | None, device: torch.device, dtype: torch.dtype

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from lit_effattn.checks import at_least
 from lit_effattn.hparams import HasInitArgs
-from lit_effattn.sequence import valid_positions, without_padding
+from lit_effattn.sequence import heads_without_padding, without_padding
 
 
 class FrontEnd(HasInitArgs, nn.Module, ABC):
@@ -120,8 +120,7 @@ class ConvSubsampling(FrontEnd):
         x = x[:, None]  # (B, T, F) -> (B, 1, T, F)
         for conv in self.convs:
             # The previous layer's bias is in the padding; the convolution must see zeros there.
-            x = x.masked_fill(~valid_positions(lengths, x.size(2))[:, None, :, None], 0)
-            x = conv(x).relu()  # -> (B, C, ⌈T / 2⌉, ⌈F / 2⌉)
+            x = conv(heads_without_padding(x, lengths)).relu()  # -> (B, C, ⌈T / 2⌉, ⌈F / 2⌉)
             lengths = _divided(lengths, 2)
         x = x.transpose(1, 2).flatten(2)  # (B, C, T', F') -> (B, T', C F')
         return without_padding(self.proj(x), lengths), lengths

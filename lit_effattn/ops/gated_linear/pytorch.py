@@ -33,7 +33,7 @@ from torch import Tensor
 from lit_effattn.ops.gated_linear import cpp_kernels
 from lit_effattn.ops.runtime import selection
 from lit_effattn.ops.runtime.operators import Operator, keeps
-from lit_effattn.sequence import valid_positions
+from lit_effattn.sequence import heads_without_padding, valid_positions
 
 WHAT = "linear attention with decay or the delta rule"
 """Name of the operation in messages."""
@@ -487,7 +487,7 @@ def _backward_in_pytorch(
     if chunks.beta is not None:
         g_v = chunks.beta * x
         g_beta = x * (chunks.v - chunks.k_in @ states - chunks.overlaps @ u)
-        g_beta = _unpadded(chunks.join(g_beta.sum(-1, keepdim=True)), lengths)[..., 0]
+        g_beta = heads_without_padding(chunks.join(g_beta.sum(-1, keepdim=True)), lengths)[..., 0]
         read, more = _scores_backward((-g_v @ u.mT).tril(-1), chunks.k, chunks.k, chunks.log_decay)
         read, written = read - scaled(g_v @ states.mT, chunks.before), written + more
     if log_decay is not None:
@@ -496,14 +496,9 @@ def _backward_in_pytorch(
         g_decay = of_sums.flip(-2).cumsum(-2).flip(-2) + of_rest
         if log_decay.size(-1) == 1:
             g_decay = g_decay.sum(-1, keepdim=True)
-        g_decay = _unpadded(chunks.join(g_decay), lengths)
-    g_k = _unpadded(chunks.join(read + written), lengths)
+        g_decay = heads_without_padding(chunks.join(g_decay), lengths)
+    g_k = heads_without_padding(chunks.join(read + written), lengths)
     return g_state, chunks.join(g_q), g_k, chunks.join(g_v), g_decay, g_beta
-
-
-def _unpadded(t: Tensor, lengths: Tensor | None) -> Tensor:
-    """Set t (B, H, N, ·) to 0 in padding."""
-    return t if lengths is None else t.masked_fill(~valid_positions(lengths, t.size(2))[:, None, :, None], 0)
 
 
 # ------------------------------------------------------------------------ the operator, which compilers see as a whole

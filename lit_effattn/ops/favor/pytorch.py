@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lit_effattn.ops.favor import cpp_kernels
-from lit_effattn.ops.linear.pytorch import _chunks, _copy, _in_groups
+from lit_effattn.ops.linear.pytorch import _chunked, _chunks, _copy, _in_groups
 from lit_effattn.ops.runtime import selection
 from lit_effattn.ops.runtime.operators import Operator
 
@@ -304,7 +304,7 @@ def plain_causal_favor(
     n = log_q.size(-2)
     chunk = min(chunk_size, 1 << (n - 1).bit_length())
     # (B, H, N, ·) -> (B, H, N/C, C, ·), padded with absent keys
-    log_q, v = _chunked(log_q, chunk, 0), _chunked(_with_ones(v), chunk, 0)
+    log_q, v = _chunked(log_q, chunk), _chunked(_with_ones(v), chunk)
     log_k = _chunked(log_k, chunk, -torch.inf)
 
     largest = log_k.detach().amax(-2)  # (B, H, N/C, F)
@@ -399,10 +399,6 @@ def _divided(sums: Tensor) -> Tensor:
     """Divide by the last column: (…, D + 1) -> (…, D); 0 where no key is seen: elsewhere the denominator is ≥ 1."""
     denominator = sums[..., -1:]
     return sums[..., :-1] / denominator.masked_fill(denominator == 0, 1)
-
-
-def _chunked(t: Tensor, chunk: int, value: float) -> Tensor:
-    return F.pad(t, (0, 0, 0, -t.size(-2) % chunk), value=value).unflatten(2, (-1, chunk))
 
 
 # ------------------------------------------------------------------------------------------------- on the CPU, by hand

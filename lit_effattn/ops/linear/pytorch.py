@@ -163,10 +163,9 @@ def _quotient(numerator: Tensor, denominator: Tensor, eps: float) -> Tensor:
     return numerator / total
 
 
-def _chunked(t: Tensor, chunk: int) -> Tensor:
-    """(B, H, N, F) -> (B, H, ⌈N/C⌉, C, F), padded with zeros, which act as absent keys."""
-    t = F.pad(t, (0, 0, 0, -t.size(-2) % chunk))
-    return t.unflatten(2, (-1, chunk))
+def _chunked(t: Tensor, chunk: int, value: float = 0) -> Tensor:
+    """(B, H, N, F) -> (B, H, ⌈N/C⌉, C, F), padded with `value`, which acts as absent keys."""
+    return F.pad(t, (0, 0, 0, -t.size(-2) % chunk), value=value).unflatten(2, (-1, chunk))
 
 
 def _running(increments: Tensor, start: Tensor) -> Tensor:

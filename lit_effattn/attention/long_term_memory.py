@@ -187,7 +187,9 @@ class LongTermMemory:
         n, n_groups, room = q.size(2), groups.positions.size(1), groups.positions.size(2)
         low, high = 0, n_groups  # the groups that any row has
         if reads_values(groups.attends):
-            low, high = _span(groups.attends.any(2).any(0).tolist())
+            used = groups.attends.any(2).any(0).tolist()  # the True values are adjacent
+            low = used.index(True) if any(used) else 0
+            high = low + sum(used)
         if low == high:
             return self._nothing(q), state
 
@@ -331,9 +333,3 @@ class LongTermMemory:
 
     def _heads(self, x: Tensor) -> Tensor:
         return x.unflatten(2, (self.n_heads, -1)).transpose(1, 2)
-
-
-def _span(used: list[bool]) -> tuple[int, int]:
-    """Return the start and the end of the True values, which are adjacent."""
-    first = used.index(True) if any(used) else 0
-    return first, first + sum(used)

@@ -125,7 +125,9 @@ class SoftmaxAttention(Attention):
         """Combine queries, keys and values: see `Attention.attend`."""
         n = q.size(2)
         if not self.causal:
-            return self._see(q, k, v, None if lengths is None else _key_mask(lengths, n)), None
+            # A row without any key sees the first: avoids a softmax of 0 / 0.
+            mask = None if lengths is None else valid_positions(lengths.clamp(min=1), n)[:, None, None]  # (B, 1, 1, N)
+            return self._see(q, k, v, mask), None
         seen = valid_lengths(lengths, q, 2)
         if self.window is not None:
             if isinstance(state, RingCache):
@@ -301,8 +303,3 @@ def earlier_keys(state: SoftmaxState, window: int | None) -> Tensor:
         return state.keys[:, :, slots - m :]
     slot = (state.length[:, None] + torch.arange(-m, 0, device=state.keys.device)) % max(slots, 1)  # (B, M)
     return gather(state.keys, slot)
-
-
-def _key_mask(lengths: Tensor, n: int) -> Tensor:
-    """Return the mask of valid keys, (B, 1, 1, N). A row without any sees the first: avoids a softmax of 0 / 0."""
-    return valid_positions(lengths.clamp(min=1), n)[:, None, None]

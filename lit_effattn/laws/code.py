@@ -31,7 +31,8 @@ def script(subject: Subject, failure: Failure) -> str | None:
         return None
     dtype = str(subject.dtype)
     build = adapter.source or f"...  # {adapter.name}, as it was given to check()"
-    after = "" if not isinstance(subject.module, nn.Module) else f".to({_device(subject)}{dtype}).eval()"
+    device = "" if subject.device.type == "cpu" else f"{str(subject.device)!r}, "
+    after = "" if not isinstance(subject.module, nn.Module) else f".to({device}{dtype}).eval()"
     body = "\n".join(lines)
     try:
         functions = [_function(adapter, name) for name in _METHODS if re.search(rf"\b{name}\(", body)]
@@ -40,10 +41,6 @@ def script(subject: Subject, failure: Failure) -> str | None:
     rest = "\n".join([f"module = ({build}){after}" if after else f"module = {build}", "", *functions, "", body])
     imports = [line for line in adapter.imports if re.search(rf"\b{re.escape(line.split()[-1])}\b", rest)]
     return "\n".join(["import torch", *imports, "", "torch.manual_seed(1)", rest]) + "\n"
-
-
-def _device(subject: Subject) -> str:
-    return "" if subject.device.type == "cpu" else f"{str(subject.device)!r}, "
 
 
 def _function(adapter: Adapter, name: str) -> str:

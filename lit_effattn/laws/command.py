@@ -154,7 +154,9 @@ def _named(name: str, options: Mapping[str, Any]) -> Adapter:
         )
     sizes = {parameter: options.get(parameter, size) for parameter, size in _sizes(kind).items()}
     keywords = {option: value for option, value in options.items() if option not in sizes}
-    build = partial(kind, *sizes.values(), **_defaults(kind) | keywords)
+    if isinstance(kind, type) and issubclass(kind, nn.RNNBase):
+        keywords = {"batch_first": True, **keywords}  # as the laws call it
+    build = partial(kind, *sizes.values(), **keywords)
     try:
         build()
     except Exception as error:  # the user's class may raise any exception
@@ -215,11 +217,6 @@ def _sizes(kind: Any) -> dict[str, int]:
             break
         taken[parameter.name] = size
     return taken
-
-
-def _defaults(kind: Any) -> dict[str, Any]:
-    """Return the options that a recurrent module of PyTorch needs here."""
-    return {"batch_first": True} if isinstance(kind, type) and issubclass(kind, nn.RNNBase) else {}
 
 
 def _call(build: partial[Any]) -> str:

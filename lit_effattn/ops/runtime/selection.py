@@ -95,18 +95,18 @@ def use_cpp(what: str, asked: str, device: torch.device, dtypes: tuple[torch.dty
     return _usable_or_raise(what, asked, cpp_build.obstacle(name))
 
 
-def use_cpp_in_float32(what: str, name: str, heads: tuple[Tensor, ...], others: tuple[Tensor, ...]) -> bool:
-    """Return whether to use C++ kernels for float32 alone, whose `heads` are contiguous in the last dimension.
+def use_cpp_in_float32(what: str, name: str, heads: tuple[Tensor, ...], sums: tuple[Tensor, ...]) -> bool:
+    """Return whether to use C++ kernels for float32 alone, whose inputs `heads` are contiguous in the last dimension.
 
     See `use_cpp` for `what`, `name` and the warning.
     """
-    if any(t.dtype != torch.float32 for t in (*heads, *others)) or any(t.stride(-1) != 1 for t in heads):
+    if any(t.dtype != torch.float32 for t in (*heads, *sums)) or any(t.stride(-1) != 1 for t in heads):
         return False
     return use_cpp(what, os.environ.get(KERNELS, ""), heads[0].device, (torch.float32,), name)
 
 
 def _form(asked: str, device: torch.device) -> str:
-    """Return the form asked for, or else the device's default; plain in an exported program, which others run."""
+    """Return the form asked for, or else the device's default; plain in an exported program, which sums run."""
     if asked not in ("", *FORMS):
         raise ValueError(
             f"{KERNELS}={asked!r} in the environment is not one of {', '.join(FORMS)}; unset it for an automatic choice"

@@ -158,7 +158,7 @@ class PerformerAttention(Attention):
             valid = None if lengths is None else valid_positions(lengths, n)[:, None]  # (B, 1, N)
             if not self.causal:
                 return phi.read(q.to(full), phi.sums(k.to(full), v.to(full), valid)).to(v.dtype), None
-            state = self.initial_state(b, device=q.device, dtype=full) if state is None else self._current(state)
+            state = self.initial_state(b, device=q.device, dtype=full) if state is None else self._current(state, n)
             sums = state.s.to(full), state.z.to(full), state.m.to(full)
             if isinstance(state, StabilisedPerformerState):
                 log_q, log_k, top = self._plus_eps(q.to(full), k.to(full), valid, state.top.to(full))
@@ -221,11 +221,13 @@ class PerformerAttention(Attention):
         state = PerformerState(*sums[:3], length, self.feature_map.draws.to(length.device).repeat(len(length)))
         return state if sums.top is None else StabilisedPerformerState(*state, sums.top)
 
-    def _current(self, state: Sums) -> Sums:
-        """Empty the rows whose features have been redrawn since; their positions continue to count."""
+    def _current(self, state: Sums, n: int | None = None) -> Sums:
+        """Empty the rows whose features have been redrawn since, before `n` positions, which continue to count."""
         stale = state.drawn != self.feature_map.draws
         if reads_values(stale) and not stale.any():
             return state
+        if n == 1 and self.feature_map.in_log_space:  # `favor_step` scales s by e^{m − m'} = 0; zeros would be a copy
+            return self.feature_map.emptied(state, state, stale)
         return self.reset(state, stale)._replace(length=state.length)
 
     def reset(self, state: Sums, rows: Tensor) -> Sums:

@@ -17,6 +17,7 @@ from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 from unittest.mock import patch
 
 import torch
@@ -25,6 +26,7 @@ from torch.export.graph_signature import InputKind, InputSpec, TensorArgument
 
 from lit_effattn.generation import row_products
 from lit_effattn.nn.heads import Head
+from lit_effattn.ops import recurrent_step
 from lit_effattn.ops.runtime import cpp_build
 from lit_effattn.ops.runtime.quiet import quiet
 from lit_effattn.sequence import SequenceModule, State, donated, map_tensors, tensors
@@ -231,9 +233,11 @@ def _may_be_view(operation: torch._ops.OpOverload) -> bool:
 def _overwritten(graph: torch.fx.Graph) -> set[torch.fx.Node]:
     """Return the nodes whose memory an operation may overwrite."""
     stack = [
-        node.args[0]
+        given
         for node in graph.nodes
-        if isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
+        if isinstance(node.target, torch._ops.OpOverload)
+        for given, argument in zip(node.args, node.target._schema.arguments, strict=False)
+        if argument.alias_info is not None and argument.alias_info.is_write
     ]
     overwritten: set[torch.fx.Node] = set()
     while stack:
@@ -248,7 +252,7 @@ def _overwritten(graph: torch.fx.Graph) -> set[torch.fx.Node]:
 def _key(exported: torch.export.ExportedProgram) -> str:
     """Return a hash of the program (operations, arguments, shapes, types, layouts), PyTorch and the processor."""
     lines = [torch.__version__, _processor(), torch.backends.cpu.get_cpu_capability(), str(torch.get_num_threads())]
-    lines += [str(exported.graph_signature), row_products.FUNCTION]
+    lines += [str(exported.graph_signature), row_products.FUNCTION, recurrent_step.FUNCTION]
     for node in exported.graph.nodes:
         value = node.meta.get("val")
         results = [t for t in (value if isinstance(value, list | tuple) else [value]) if isinstance(t, Tensor)]
@@ -267,9 +271,20 @@ def _processor() -> str:
     return next((line for line in lines if line.startswith(("flags", "Features"))), platform.processor())
 
 
+def options() -> dict[str, Any]:
+    """Return AOTInductor's options."""
+    of_products = row_products.options()
+    functions = {recurrent_step.OPERATOR: [recurrent_step.FUNCTION], **of_products.get(row_products.FUNCTIONS, {})}
+    return {
+        "aot_inductor.package_constants_in_so": False,
+        "aot_inductor.precompile_headers": False,
+        "always_keep_tensor_constants": True,
+        **of_products,
+        row_products.FUNCTIONS: functions,
+    }
+
+
 def _compile(exported: torch.export.ExportedProgram, path: Path) -> None:
-    options = {"aot_inductor.package_constants_in_so": False, "always_keep_tensor_constants": True}
-    options |= {**row_products.options(), "aot_inductor.precompile_headers": False}
     try:
         # Not in inductor's folders, below /tmp at known places: another user may have made them, and inductor runs
         # what it finds there.
@@ -279,7 +294,7 @@ def _compile(exported: torch.export.ExportedProgram, path: Path) -> None:
             patch.dict(os.environ, TORCHINDUCTOR_CACHE_DIR=folder),
         ):
             part = Path(folder, path.name)
-            torch._inductor.aoti_compile_and_package(exported, package_path=str(part), inductor_configs=options)
+            torch._inductor.aoti_compile_and_package(exported, package_path=str(part), inductor_configs=options())
             part.replace(path)
     except Exception as error:  # of any kind, from inductor or the C++ compiler
         raise CompilationError(f"{type(error).__name__}: {error}") from error

@@ -14,6 +14,9 @@ import torch
 import torch.nn.functional as F
 from torch.fx import Graph, Node
 
+FUNCTIONS = "aot_inductor.custom_ops_to_c_shims"
+"""AOTInductor's option of C++ functions for operators."""
+
 _NAME = "lit_effattn::row_product"
 _ATEN = torch.ops.aten
 
@@ -69,7 +72,7 @@ def options() -> dict[str, Any]:
     operator = torch.ops.lit_effattn.row_product.default
     return {
         "post_grad_custom_post_pass": replace_products,
-        "aot_inductor.custom_ops_to_c_shims": {operator: [FUNCTION]},
+        FUNCTIONS: {operator: [FUNCTION]},
     }
 
 

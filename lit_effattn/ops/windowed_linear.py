@@ -49,6 +49,9 @@ def windowed_linear_attention(
     near, total = _near(q, k, v, gamma, window, past)  # (B, H, N, D), (B, H, N, 1)
     # Query i sees the keys that left the window before it: those up to i − 1.
     values = v[:, :, :n]
+    if n == 1:
+        y = (near + phi_q @ s) / (total + phi_q @ z[..., None])
+        return y, torch.addcmul(s, phi_k.mT, values), z + phi_k[:, :, 0]
     before, earlier = (F.pad(t, (0, 0, 1, -1)) for t in (phi_k, values))
     far, s, z_before = causal_linear_attention(phi_q, before, earlier, s, z, chunk_size=chunk_size, eps=_NO_KEY)
     weight = (phi_q * (before.cumsum(2) + z[:, :, None])).sum(-1, keepdim=True)  # (B, H, N, 1), its denominators

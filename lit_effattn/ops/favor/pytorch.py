@@ -11,6 +11,7 @@ from torch import Tensor
 
 from lit_effattn.ops.favor import cpp_kernels
 from lit_effattn.ops.linear.pytorch import _chunked, _chunks, _copy, _in_groups
+from lit_effattn.ops.recurrent_step import recurrent_step
 from lit_effattn.ops.runtime import selection
 from lit_effattn.ops.runtime.operators import Operator
 
@@ -332,16 +333,11 @@ def favor_step(
     new = torch.maximum(m, log_k.detach()[:, :, 0])  # (B, H, F)
     kept = _scaled_keys(m, new)  # (B, H, F)
     key = _scaled_keys(log_k[:, :, 0], new)  # (B, H, F)
-    if in_place:
-        s.mul_(kept[..., None]).addcmul_(key[..., None], v)
-        z.mul_(kept).add_(key)
-        m.copy_(new)
-    else:
-        s, z, m = torch.addcmul(s * kept[..., None], key[..., None], v), z * kept + key, new
     row = new[:, :, None]  # (B, H, 1, F)
     p = _scaled_queries(log_q, row, _top(log_q, row))
-    # Two products: joining s and z, as in `read_favor_sums`, would copy s.
-    return _divided(torch.cat([p @ s, p @ z[..., None]], -1)), s, z, m
+    numerator, s = recurrent_step(p, key[:, :, None], v, s, decay=kept[:, :, None], in_place=in_place)
+    z, m = (z.mul_(kept).add_(key), m.copy_(new)) if in_place else (z * kept + key, new)
+    return _quotient(numerator, p @ z[..., None]), s, z, m
 
 
 def _within(log_q: Tensor, log_k: Tensor, v: Tensor, top: Tensor) -> Tensor:
@@ -397,8 +393,11 @@ def _with_ones(v: Tensor) -> Tensor:
 
 def _divided(sums: Tensor) -> Tensor:
     """Divide by the last column: (…, D + 1) -> (…, D); 0 where no key is seen: elsewhere the denominator is ≥ 1."""
-    denominator = sums[..., -1:]
-    return sums[..., :-1] / denominator.masked_fill(denominator == 0, 1)
+    return _quotient(sums[..., :-1], sums[..., -1:])
+
+
+def _quotient(numerator: Tensor, denominator: Tensor) -> Tensor:
+    return numerator / denominator.masked_fill(denominator == 0, 1)
 
 
 # ------------------------------------------------------------------------------------------------- on the CPU, by hand

@@ -32,6 +32,7 @@ from torch import Tensor
 
 from lit_effattn.ops.gated_linear import cpp_kernels
 from lit_effattn.ops.runtime import selection
+from lit_effattn.ops.recurrent_step import recurrent_step
 from lit_effattn.ops.runtime.operators import Operator, keeps
 from lit_effattn.sequence import heads_without_padding, valid_positions
 
@@ -187,14 +188,10 @@ def gated_linear_step(
         raise ValueError(f"q has {q.size(2)} positions; a step takes one, gated_linear_attention any number")
     with torch.autocast(q.device.type, enabled=False):
         k, log_decay, beta = _masked(k, state.dtype, _by_position(log_decay, q), beta, lengths)
-        u = v.to(state.dtype)
-        if log_decay is not None:
-            a = log_decay.exp().mT  # (B, H, D or 1, 1)
-            state = state.mul_(a) if in_place else state * a
-        if beta is not None:
-            u = beta * (u - k @ state)
-        state = state.addcmul_(k.mT, u) if in_place else torch.addcmul(state, k.mT, u)
-        return (q.to(state.dtype) @ state).to(v.dtype), state
+        decay = None if log_decay is None else log_decay.exp()
+        heads = (q.to(state.dtype), k, v.to(state.dtype))
+        y, state = recurrent_step(*heads, state, decay=decay, beta=beta, in_place=in_place)
+        return y.to(v.dtype), state
 
 
 def gated_linear_weights(

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from lit_effattn.ops.gated_linear.pytorch import gated_linear_attention
 from lit_effattn.ops.linear import cpp_kernels
+from lit_effattn.ops.recurrent_step import recurrent_step
 from lit_effattn.ops.runtime import selection
 from lit_effattn.ops.runtime.operators import Operator, keeps
 
@@ -124,10 +125,9 @@ def linear_attention_step(
 
     With `in_place` the sums are updated in place, and nothing of their size is allocated.
     """
-    column = k.transpose(-1, -2)  # (B, H, F, 1), times v (B, H, 1, D)
-    s = s.addcmul_(column, v) if in_place else torch.addcmul(s, column, v)
+    numerator, s = recurrent_step(q, k, v, s, in_place=in_place)
     z = z.add_(k[:, :, 0]) if in_place else z + k[:, :, 0]
-    return read_sums(q, s, z, eps=eps), s, z
+    return _quotient(numerator, q @ z[..., None], eps), s, z
 
 
 def linear_attention_weights(

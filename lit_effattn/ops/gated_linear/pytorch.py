@@ -31,8 +31,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lit_effattn.ops.gated_linear import cpp_kernels
-from lit_effattn.ops.runtime import selection
 from lit_effattn.ops.recurrent_step import recurrent_step
+from lit_effattn.ops.runtime import selection
 from lit_effattn.ops.runtime.operators import Operator, keeps
 from lit_effattn.sequence import heads_without_padding, valid_positions
 

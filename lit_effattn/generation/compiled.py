@@ -21,8 +21,8 @@ WARM_UP, MEASURED = 4, 16
 WORTH_LOADING, WORTH_COMPILING = 15.0, 120.0
 """Seconds that the remaining steps would take, from which on a library is looked for, and compiled."""
 
-SLOWER = 1.1
-"""Compiled ÷ Python's time, from which on a library is left: more than the measurement's error."""
+SLOWER = {2: 2.0, MEASURED: 1.1}
+"""Compiled ÷ Python's time, above which a library is left, by its number of calls: the fewer, the greater the error."""
 
 
 class Steps:
@@ -90,7 +90,8 @@ class Steps:
         else:
             log_probs = self._program(tokens, self._tensors)
             self._compiled.add(perf_counter() - begin)
-            if self._decides and self._compiled.calls == MEASURED and self._compiled.each > SLOWER * self._python.each:
+            limit = SLOWER.get(self._compiled.calls) if self._decides else None
+            if limit is not None and self._compiled.each > limit * self._python.each:
                 self._program, self._decides = None, False
         self._remaining -= 1
         return log_probs, state

@@ -19,11 +19,11 @@ The last is large enough for several threads."""
 
 
 def arguments(f: int, d: int, width: int | str | None, delta: bool, batch: int = 2, heads: int = 3) -> Arguments:
-    """(B, H, 1, ·), as projections to all heads give them, and S."""
+    """(B, H, 1, ·), parts of larger tensors (B, 1, H, ·), and S."""
     sizes = [f, f, d, f if width == "F" else width or 1, 1]
-    q, k, v, decay, beta = (torch.randn(batch, 1, heads, n).transpose(1, 2) for n in sizes)
+    q, k, v, decay, beta = (torch.rand(batch, 1, heads, n + 1)[..., :n].transpose(1, 2) for n in sizes)
     s = torch.randn(batch, heads, f, d)
-    return q, k, v, s, decay.sigmoid() if width else None, beta.sigmoid() if delta else None
+    return q, k, v, s, decay if width else None, beta if delta else None
 
 
 def by_definition(q: Tensor, k: Tensor, v: Tensor, s: Tensor, decay: Tensor | None, beta: Tensor | None):

@@ -320,15 +320,17 @@ class InfiniteAttention(TransformerXLAttention):
         if self.k_proj.bias is not None:
             bias = self.k_proj.bias.to(q.dtype).view(self.n_heads, -1, 1)
             scores = scores + content @ bias * self.head_dim**-0.5
-        x = inputs.to(q.dtype)[:, None].expand(-1, self.n_heads, -1, -1)  # (B, H, M + N, E)
+        x = inputs.to(q.dtype)[:, None]  # (B, 1, M + N, E), the keys and values of all heads
+        content, scores = torch.einsum("bhnd,hde->bhne", content, key), scores.masked_fill(~seen[:, None], -torch.inf)
         results = F.scaled_dot_product_attention(
-            torch.einsum("bhnd,hde->bhne", content, key),
+            content.flatten(1, 2)[:, None],
             x,
             x,
-            scores.masked_fill(~seen[:, None], -torch.inf),
+            scores.expand(-1, self.n_heads, -1, -1).flatten(1, 2)[:, None],
             dropout_p=self._dropout_now,
             scale=self.head_dim**-0.5,
         )
+        results = results.view(content.shape)
         y = torch.einsum("bhne,hde->bhnd", results, value)
         return y if self.v_proj.bias is None else y + self.v_proj.bias.to(y.dtype).view(self.n_heads, 1, -1)
 

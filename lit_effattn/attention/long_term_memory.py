@@ -25,7 +25,7 @@ from lit_effattn.ops.continuous import (
     refit_matrix,
     width_divergence,
 )
-from lit_effattn.sequence import accumulator, reads_values
+from lit_effattn.sequence import accumulator, may_overwrite, reads_values
 
 Sampling = Literal["quantiles", "bins"]
 
@@ -176,9 +176,35 @@ class LongTermMemory:
             histogram=state.histogram.to(full),
             loss=torch.zeros_like(state.loss, dtype=full),
         )
-        groups = groups_of(state.length, seen, n=x.size(1), size=self.segment_len, delay=delay)
-        y, state = self._attend(q.to(full), groups, inputs, state, training)
+        if x.size(1) == 1 and torch.compiler.is_exporting() and may_overwrite():
+            y, state = self._step(q.to(full), inputs, state, delay, training)
+        else:
+            groups = groups_of(state.length, seen, n=x.size(1), size=self.segment_len, delay=delay)
+            y, state = self._attend(q.to(full), groups, inputs, state, training)
         return self.out_proj(y.transpose(1, 2).flatten(2).to(x.dtype)), state  # (B, H, N, D) -> (B, N, E)
+
+    def _step(
+        self, q: Tensor, inputs: Tensor, state: InfiniteMemory, delay: int, training: bool
+    ) -> tuple[Tensor, InfiniteMemory]:
+        """Attend from one query (B, H, 1, D) in a traced step, which writes a segment only if one is due.
+
+        `_attend` would compute an update in each step, since a traced program can't choose its groups by their values.
+        """
+        number, before = (whole_segments(state.length - delay - i, self.segment_len) for i in (0, 1))  # (B,)
+        due, attends = number > before, number > 0
+
+        def write(coefficients: Tensor) -> Tensor:
+            end = torch.full_like(number, inputs.size(1) - 1 - delay)[:, None]  # (B, 1), the same in all rows
+            (fit,) = self._fits(inputs.to(q.dtype), end, number[:, None] == 1)
+            after = self._write(state._replace(coefficients=coefficients), fit, due, before, training)
+            coefficients.copy_(after.coefficients)
+            return due.any()
+
+        torch.cond(due.any(), write, lambda _: due.any(), (state.coefficients,))
+        state = state._replace(histogram=state.histogram.masked_fill(due[:, None], 0), counter=state.counter + due)
+        y, state = self._recall(q[:, None], state.coefficients[:, None], state, attends[:, None, None])
+        state = state._replace(loss=self.kl_weight * state.loss / self.n_heads)
+        return y[:, 0].masked_fill(~attends[:, None, None, None], 0), state
 
     def _attend(
         self, q: Tensor, groups: Groups, inputs: Tensor, state: InfiniteMemory, training: bool
@@ -302,7 +328,8 @@ class LongTermMemory:
     def attended(self, q: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
         """Return μ and σ² of queries (B, H, P, D) to the signal of `b` (B, n_basis, E): (B, H, P) each."""
         # w · s = q · W_k' (Σ_j w_j B_j) / √D, so no score of each query and basis function is needed.
-        key = F.linear(self.density.weight.to(b.dtype) @ b, self.k_proj.weight.to(b.dtype))  # (B, 2, E)
+        weight = self.density.weight.to(b.dtype).expand(len(b), -1, -1)  # without it `@` would copy b
+        key = F.linear(weight @ b, self.k_proj.weight.to(b.dtype))  # (B, 2, E)
         scores = q @ self._heads(key).mT * q.size(-1) ** -0.5  # (B, H, P, 2)
         if self.density.bias is not None:
             scores = scores + self.density.bias.to(b.dtype)
@@ -313,7 +340,8 @@ class LongTermMemory:
         weights = expected_basis(mean, variance, self.basis(b))  # (B, H, P, n_basis)
         value = self.v_proj.weight.to(b.dtype)
         if weights.size(1) * weights.size(2) <= b.size(2):  # then W_v' costs less after the sum than before
-            return torch.einsum("bhpe,hde->bhpd", weights @ b[:, None], value.unflatten(0, (self.n_heads, -1)))
+            read = (weights.flatten(1, 2) @ b).unflatten(1, weights.shape[1:3])  # (B, H, P, E); no copy of B per head
+            return torch.einsum("bhpe,hde->bhpd", read, value.unflatten(0, (self.n_heads, -1)))
         return weights @ self._heads(F.linear(b, value))
 
     def signal(self, b: Tensor, times: Tensor) -> Tensor:

@@ -215,7 +215,7 @@ def _keep_tables(exported: torch.export.ExportedProgram) -> None:
     for node in reversed(graph.nodes):  # an assertion would keep what it asserts
         if node.target is _ASSERTION and node.all_input_nodes[0] in values:
             graph.erase_node(node)
-    graph.eliminate_dead_code()
+    graph.eliminate_dead_code(lambda node: node.is_impure() or _has_branches(node))
 
 
 _WAVES = {torch.ops.aten.sin.default, torch.ops.aten.cos.default, torch.ops.aten.pow.Scalar}
@@ -230,6 +230,11 @@ def _may_be_view(operation: torch._ops.OpOverload) -> bool:
     return operation is torch.ops.aten.dropout.default or any(r.alias_info for r in operation._schema.returns)
 
 
+def _has_branches(node: torch.fx.Node) -> bool:
+    """Return whether `node` is a `torch.cond`, whose branches may overwrite its inputs."""
+    return node.target is torch.ops.higher_order.cond
+
+
 def _overwritten(graph: torch.fx.Graph) -> set[torch.fx.Node]:
     """Return the nodes whose memory an operation may overwrite."""
     stack = [
@@ -239,6 +244,7 @@ def _overwritten(graph: torch.fx.Graph) -> set[torch.fx.Node]:
         for given, argument in zip(node.args, node.target._schema.arguments, strict=False)
         if argument.alias_info is not None and argument.alias_info.is_write
     ]
+    stack += [given for node in graph.nodes if _has_branches(node) for given in node.all_input_nodes]
     overwritten: set[torch.fx.Node] = set()
     while stack:
         node = stack.pop()
@@ -253,7 +259,8 @@ def _key(exported: torch.export.ExportedProgram) -> str:
     """Return a hash of the program (operations, arguments, shapes, types, layouts), PyTorch and the processor."""
     lines = [torch.__version__, _processor(), torch.backends.cpu.get_cpu_capability(), str(torch.get_num_threads())]
     lines += [str(exported.graph_signature), row_products.FUNCTION, recurrent_step.FUNCTION]
-    for node in exported.graph.nodes:
+    graphs = [m.graph for m in exported.graph_module.modules() if isinstance(m, torch.fx.GraphModule)]  # and branches
+    for node in (node for graph in graphs for node in graph.nodes):
         value = node.meta.get("val")
         results = [t for t in (value if isinstance(value, list | tuple) else [value]) if isinstance(t, Tensor)]
         layouts = [(t.dtype, t.shape, t.stride()) for t in results]

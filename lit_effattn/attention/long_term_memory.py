@@ -109,6 +109,11 @@ def whole_segments(n: Tensor, size: int) -> Tensor:
     return (n // size).clamp(min=0)
 
 
+def _may_branch() -> bool:
+    """Whether a compiled step is traced, in which a branch may overwrite the state (from PyTorch 2.12 on)."""
+    return torch.compiler.is_exporting() and may_overwrite() and torch.__version__ >= (2, 12)
+
+
 @dataclass(eq=False)
 class LongTermMemory:
     """Attention to a signal X̄(t) = Bᵀψ(t), t ∈ [0, 1], and the update of B: see `InfiniteAttention`.
@@ -176,7 +181,7 @@ class LongTermMemory:
             histogram=state.histogram.to(full),
             loss=torch.zeros_like(state.loss, dtype=full),
         )
-        if x.size(1) == 1 and torch.compiler.is_exporting() and may_overwrite():
+        if x.size(1) == 1 and _may_branch():
             y, state = self._step(q.to(full), inputs, state, delay, training)
         else:
             groups = groups_of(state.length, seen, n=x.size(1), size=self.segment_len, delay=delay)

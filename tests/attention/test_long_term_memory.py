@@ -4,9 +4,11 @@ import copy
 
 import pytest
 import torch
+from torch import Tensor, nn
 
 from lit_effattn.attention import InfiniteAttention
 from lit_effattn.attention.long_term_memory import groups_of
+from lit_effattn.sequence import donated, map_tensors, tensors
 
 OPTIONS = {"mem_len": 4, "segment_len": 4, "n_basis": 6, "widths": (0.2,), "n_samples": 5, "gate": True}
 
@@ -55,3 +57,60 @@ def test_checkpoints_keep_their_names():
     names = list(InfiniteAttention(8, 2, **OPTIONS).state_dict())
     long_term = [f"ltm_{part}_proj.weight" for part in ("q", "k", "v", "out")]
     assert names[-8:] == [*long_term, "ltm_density.weight", "ltm_density.bias", "gate.weight", "gate.bias"]
+
+
+class Step(nn.Module):
+    """Reads a position in a donated state, whose tensors it overwrites, as compiled generation does."""
+
+    def __init__(self, attention: InfiniteAttention) -> None:
+        super().__init__()
+        self.attention = attention
+
+    def forward(self, x: Tensor, state: list[Tensor]) -> Tensor:
+        values = iter(state)
+        with donated():
+            y, after = self.attention(x, map_tensors(lambda _: next(values), self.attention.initial_state(len(x))))
+        for old, new in zip(state, tensors(after), strict=True):
+            if new is not old:
+                old.copy_(new)
+        return y
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"sticky": True, "n_bins": 5},
+        {"sticky": True, "n_bins": 5, "sampling": "bins", "writes": "segment"},
+        {"mem_len": 0, "grid": "ends", "gate": False},
+    ],
+    ids=lambda options: "-".join(options) or "defaults",
+)
+@torch.no_grad()
+def test_a_traced_step_writes_the_segments_that_are_due(options: dict[str, object]):
+    """With rows at different positions, so that some of them are due; through several segments of each row."""
+    torch.manual_seed(0)
+    attention = InfiniteAttention(8, 2, **{**OPTIONS, **options}).double().eval()
+    x, lengths = torch.randn(3, 30, 8, dtype=torch.double), torch.tensor([1, 4, 6])
+    expected = attention(x[:, :6], lengths=lengths)[1]
+    found = [t.clone() for t in tensors(expected)]
+    exported = torch.export.export(Step(attention), (x[:, :1], found), strict=False)
+    for position in x[:, 6:].split(1, 1):
+        y, expected = attention(position, expected)
+        assert torch.allclose(exported.module()(position, found), y, atol=1e-10)
+        for a, b in zip(found, tensors(expected), strict=True):
+            assert torch.allclose(a.double(), b.double(), atol=1e-10)
+    assert expected.length.tolist() == [25, 28, 30]
+
+
+@pytest.mark.skipif(torch.__version__ < (2, 12), reason="a branch may overwrite a tensor from PyTorch 2.12 on")
+@torch.no_grad()
+def test_a_traced_step_computes_no_update_that_is_not_due():
+    """The matrices that fit a signal are read in a branch alone."""
+    attention = InfiniteAttention(8, 2, **OPTIONS).eval()
+    x, state = torch.randn(3, 1, 8), attention.initial_state(3)
+    graph = torch.export.export(Step(attention), (x, list(tensors(state))), strict=False).graph
+    (branches,) = (node for node in graph.nodes if node.target is torch.ops.higher_order.cond)
+    shapes = {tuple(node.meta["val"].shape): node for node in branches.args[3] if node.op == "placeholder"}
+    for matrix in (attention.long_term.fit_first, attention.long_term.fit_next, attention.long_term.refit):
+        assert set(shapes[tuple(matrix.shape)].users) == {branches}

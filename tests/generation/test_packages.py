@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch._inductor.runtime.cache_dir_utils import cache_dir
 
 from lit_effattn import Transformer
-from lit_effattn.attention import LinearAttention, SoftmaxAttention, TransformerXLAttention
+from lit_effattn.attention import InfiniteAttention, LinearAttention, SoftmaxAttention, TransformerXLAttention
 from lit_effattn.generation import packages
 from lit_effattn.generation.packages import CompilationError, Program, Step
 from lit_effattn.generation.sampling import generate
@@ -133,6 +133,57 @@ def test_what_a_step_overwrites_is_computed_in_each():
     module = exported.module()
     for x in (torch.ones(2, 2), torch.zeros(2, 2)):
         assert torch.equal(module(x), Adding()(x))
+
+
+class Branching(nn.Module):
+    """Adds to sines where a number is positive.
+
+    Args:
+        factor: Of what is added.
+    """
+
+    def __init__(self, factor: float = 1.0) -> None:
+        super().__init__()
+        self.factor = factor
+
+    def forward(self, x: Tensor) -> Tensor:
+        waves, factor = torch.arange(4.0).sin(), self.factor
+
+        def add(waves: Tensor, x: Tensor) -> Tensor:
+            waves.add_(x * factor)
+            return x.sum()
+
+        torch.cond(x.sum() > 0, add, lambda waves, x: x.sum(), (waves, x))
+        return waves * 2
+
+
+@pytest.mark.skipif(torch.__version__ < (2, 12), reason="a branch may overwrite a tensor from PyTorch 2.12 on")
+@torch.no_grad()
+def test_what_a_branch_overwrites_is_computed_in_each():
+    exported = torch.export.export(Branching(), (torch.ones(4),), strict=False)
+    packages._keep_tables(exported)
+    assert not any(name.startswith("table_") for name in exported.constants)
+    module = exported.module()
+    for x in (torch.ones(4), -torch.ones(4), torch.ones(4)):
+        assert torch.equal(module(x), (torch.arange(4.0).sin() + x.clamp(min=0)) * 2)
+
+
+@pytest.mark.skipif(torch.__version__ < (2, 12), reason="a branch may overwrite a tensor from PyTorch 2.12 on")
+@torch.no_grad()
+def test_programs_that_differ_in_a_branch_have_different_libraries():
+    keys = [packages._key(torch.export.export(Branching(f), (torch.ones(4),), strict=False)) for f in (1.0, 2.0, 1.0)]
+    assert keys[0] == keys[2] != keys[1]
+
+
+@pytest.mark.slow
+def test_a_library_of_machine_code_with_branches(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    """The ∞-former writes a segment in one step of three, from the seventh on."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    packages.cpp_build.private_folder.cache_clear()
+    attention = partial(InfiniteAttention, mem_len=4, segment_len=3, n_basis=10, widths=(0.1,), n_samples=7)
+    made, prompt = around(stack(attention)), torch.zeros(2, 1, dtype=torch.long)
+    assert torch.equal(generate(*made, prompt, 24, compile=True), generate(*made, prompt, 24, compile=False))
+    packages.cpp_build.private_folder.cache_clear()
 
 
 def test_a_program_says_which_states_it_takes(interpreted: list[Path]):

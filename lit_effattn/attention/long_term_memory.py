@@ -209,7 +209,7 @@ class LongTermMemory:
         state = state._replace(histogram=state.histogram.masked_fill(due[:, None], 0), counter=state.counter + due)
         y, state = self._recall(q[:, None], state.coefficients[:, None], state, attends[:, None, None])
         state = state._replace(loss=self.kl_weight * state.loss / self.n_heads)
-        return y[:, 0].masked_fill(~attends[:, None, None, None], 0), state
+        return y[:, 0], state
 
     def _attend(
         self, q: Tensor, groups: Groups, inputs: Tensor, state: InfiniteMemory, training: bool

@@ -281,13 +281,13 @@ def _processor() -> str:
 def options() -> dict[str, Any]:
     """Return AOTInductor's options."""
     of_products = row_products.options()
-    functions = {recurrent_step.OPERATOR: [recurrent_step.FUNCTION], **of_products.get(row_products.FUNCTIONS, {})}
+    functions = {recurrent_step.OPERATOR: [recurrent_step.FUNCTION], **of_products.get(row_products.SHIMS, {})}
     return {
         "aot_inductor.package_constants_in_so": False,
         "aot_inductor.precompile_headers": False,
         "always_keep_tensor_constants": True,
         **of_products,
-        row_products.FUNCTIONS: functions,
+        row_products.SHIMS: functions,
     }
 
 

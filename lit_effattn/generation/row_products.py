@@ -14,8 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch.fx import Graph, Node
 
-FUNCTIONS = "aot_inductor.custom_ops_to_c_shims"
-"""AOTInductor's option of C++ functions for operators."""
+SHIMS = "aot_inductor.custom_ops_to_c_shims"
+"""AOTInductor's option of operators' C++ functions, which it calls C shims."""
 
 _NAME = "lit_effattn::row_product"
 _ATEN = torch.ops.aten
@@ -72,7 +72,7 @@ def options() -> dict[str, Any]:
     operator = torch.ops.lit_effattn.row_product.default
     return {
         "post_grad_custom_post_pass": replace_products,
-        FUNCTIONS: {operator: [FUNCTION]},
+        SHIMS: {operator: [FUNCTION]},
     }
 
 

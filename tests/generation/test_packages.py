@@ -66,10 +66,14 @@ def test_traced_steps_draw_the_same_tokens(case: Case, n_prompt: int, interprete
 
 @pytest.mark.slow
 def test_a_library_of_machine_code(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
-    """It reads the weights that the model has now, and another process finds it."""
+    """It reads the weights that the model has now, and another process finds it.
+
+    The second layer writes a segment in one step of three, from the seventh on.
+    """
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     packages.cpp_build.private_folder.cache_clear()
-    made, prompt = around(stack(SoftmaxAttention)), torch.zeros(2, 1, dtype=torch.long)
+    infinite = partial(InfiniteAttention, mem_len=4, segment_len=3, n_basis=10, widths=(0.1,), n_samples=7)
+    made, prompt = around(stack([SoftmaxAttention, infinite], n_layers=2)), torch.zeros(2, 1, dtype=torch.long)
     assert torch.equal(generate(*made, prompt, 70, compile=True), generate(*made, prompt, 70, compile=False))
     (file,) = tmp_path.rglob("*.pt2")
     assert file.stat().st_size < 4e6  # no weights
@@ -173,17 +177,6 @@ def test_what_a_branch_overwrites_is_computed_in_each():
 def test_programs_that_differ_in_a_branch_have_different_libraries():
     keys = [packages._key(torch.export.export(Branching(f), (torch.ones(4),), strict=False)) for f in (1.0, 2.0, 1.0)]
     assert keys[0] == keys[2] != keys[1]
-
-
-@pytest.mark.slow
-def test_a_library_of_machine_code_with_branches(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
-    """The ∞-former writes a segment in one step of three, from the seventh on."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    packages.cpp_build.private_folder.cache_clear()
-    attention = partial(InfiniteAttention, mem_len=4, segment_len=3, n_basis=10, widths=(0.1,), n_samples=7)
-    made, prompt = around(stack(attention)), torch.zeros(2, 1, dtype=torch.long)
-    assert torch.equal(generate(*made, prompt, 24, compile=True), generate(*made, prompt, 24, compile=False))
-    packages.cpp_build.private_folder.cache_clear()
 
 
 def test_a_program_says_which_states_it_takes(interpreted: list[Path]):

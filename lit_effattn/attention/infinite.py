@@ -321,12 +321,13 @@ class InfiniteAttention(TransformerXLAttention):
             bias = self.k_proj.bias.to(q.dtype).view(self.n_heads, -1, 1)
             scores = scores + content @ bias * self.head_dim**-0.5
         x = inputs.to(q.dtype)[:, None]  # (B, 1, M + N, E), the keys and values of all heads
-        content, scores = torch.einsum("bhnd,hde->bhne", content, key), scores.masked_fill(~seen[:, None], -torch.inf)
+        content = torch.einsum("bhnd,hde->bhne", content, key)
+        scores = scores.masked_fill(~seen[:, None], -torch.inf).expand(-1, self.n_heads, -1, -1)
         results = F.scaled_dot_product_attention(
             content.flatten(1, 2)[:, None],
             x,
             x,
-            scores.expand(-1, self.n_heads, -1, -1).flatten(1, 2)[:, None],
+            scores.flatten(1, 2)[:, None],
             dropout_p=self._dropout_now,
             scale=self.head_dim**-0.5,
         )

@@ -111,7 +111,7 @@ def whole_segments(n: Tensor, size: int) -> Tensor:
 
 def _may_branch() -> bool:
     """Whether a compiled step is traced, in which a branch may overwrite the state (from PyTorch 2.12 on)."""
-    return torch.compiler.is_exporting() and may_overwrite() and torch.__version__ >= (2, 12)
+    return torch.compiler.is_exporting() and may_overwrite() and torch.__version__ >= "2.12"
 
 
 @dataclass(eq=False)
@@ -203,7 +203,7 @@ class LongTermMemory:
             (fit,) = self._fits(inputs.to(q.dtype), end, number[:, None] == 1)
             after = self._write(state._replace(coefficients=coefficients), fit, due, before, training)
             coefficients.copy_(after.coefficients)
-            return due.any()
+            return due.any()  # a branch has to return a tensor
 
         torch.cond(due.any(), write, lambda _: due.any(), (state.coefficients,))
         state = state._replace(histogram=state.histogram.masked_fill(due[:, None], 0), counter=state.counter + due)

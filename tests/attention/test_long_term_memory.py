@@ -103,7 +103,7 @@ def test_a_traced_step_writes_the_segments_that_are_due(options: dict[str, objec
     assert expected.length.tolist() == [25, 28, 30]
 
 
-@pytest.mark.skipif(torch.__version__ < (2, 12), reason="a branch may overwrite a tensor from PyTorch 2.12 on")
+@pytest.mark.skipif(torch.__version__ < "2.12", reason="a branch may overwrite a tensor from PyTorch 2.12 on")
 @torch.no_grad()
 def test_a_traced_step_computes_no_update_that_is_not_due():
     """The matrices that fit a signal are read in a branch alone."""

@@ -17,7 +17,7 @@ from lit_effattn.settings.own_classes import add_current_folder
 os.environ.setdefault("JSONARGPARSE_DEPRECATION_WARNINGS", "off")
 
 HELP = """\
-usage: lit-effattn [-h] [--version [--verbose]] COMMAND [OPTIONS]
+usage: lit-effattn [-h] [--version] COMMAND [OPTIONS]
 
 Train, resume, test and sample models whose attention costs less than N².
 
@@ -32,8 +32,6 @@ commands:
   generate   draw samples from a checkpoint
   convert    convert a folder of Hugging Face weights to a checkpoint, or back: convert FROM TO
   export     write a checkpoint for other programs: ONNX, torch.export or safetensors
-  consolidate put a checkpoint that several processes have written into one file: consolidate FOLDER FILE
-  push       publish a checkpoint on the Hugging Face hub, with a model card: push CHECKPOINT USER/NAME
   compare    show several runs side by side: settings, metrics, cost
   report     write one HTML page about runs: curves, cost, samples, attention pictures
   sweep      train several attention kinds on the same data, each at its best learning rate
@@ -41,7 +39,6 @@ commands:
   configs    list the shipped configurations, or show one: configs digits_linear
   check      check the laws that modules with a state keep: check my_module.MyAttention, check hf-tiny:mamba
   kinds      list the attention kinds, or the options of one: kinds LinearAttention
-  completion print a script that completes commands in a shell: completion bash, completion zsh
 
 examples:
   lit-effattn fit --config digits_linear
@@ -54,8 +51,7 @@ examples:
 Options of a command: lit-effattn COMMAND --help, with Lightning's trainer: --help all. Those of a class, with any
 command: --model.help PixelModel, --model.backbone.help Transformer, --model.backbone.attention.help LinearAttention,
 --data.help PixelSequences.
-The settings that a command would use: --print_config. Full traceback of an error: LIT_EFFATTN_DEBUG=1. Versions,
-devices and kernels: lit-effattn --version --verbose.
+The settings that a command would use: --print_config. Full traceback of an error: LIT_EFFATTN_DEBUG=1.
 """
 FIRST = """\
 Three commands to begin with:
@@ -76,8 +72,6 @@ TOOLS = {
     "sweep": "lit_effattn.analysis.sweep",
     "transcribe": "lit_effattn.cli.transcribe",
     "export": "lit_effattn.cli.export",
-    "consolidate": "lit_effattn.cli.consolidate",
-    "push": "lit_effattn.analysis.push",
 }
 """Commands with parsers of their own, and the modules that define them."""
 CHECK = "check"
@@ -87,7 +81,6 @@ LISTS = {
     "models": ("lit_effattn.settings.cards", "cards"),
 }
 """Commands that print lists, with their modules and functions. They do not import Lightning, which is slow."""
-COMPLETION = "completion"
 INTERRUPTED, UNREAD = 130, 141
 """The exit codes after Ctrl-C, and after a closed output pipe, as shells expect."""
 
@@ -132,14 +125,12 @@ def _main(args: list[str] | None) -> None:
         return _list(args[0], args[1:])
     if args[0] == CONVERT:
         return _convert(args[1:])
-    if args[0] == COMPLETION:
-        return _complete(args[1:])
     if args[0] == CHECK:
         from lit_effattn.laws import command
 
         return command.main(args[1:], f"lit-effattn {CHECK}")
     if args[0] not in (*COMMANDS, *TOOLS):
-        known = ", ".join((*COMMANDS, *TOOLS, CONVERT, CHECK, *LISTS, COMPLETION))
+        known = ", ".join((*COMMANDS, *TOOLS, CONVERT, CHECK, *LISTS))
         fail(f"{args[0]!r} is not a command; there are {known}", code=2)
     try:
         _check_arguments(args)
@@ -193,17 +184,12 @@ def _check_arguments(args: list[str]) -> None:
 
 
 def _print_version(args: list[str]) -> None:
-    """Print the version; with --verbose also those of other packages, devices, the compiler and the kernels."""
-    if args == ["--verbose"]:
-        from lit_effattn.cli.about import about
+    """Print the version."""
+    if args:
+        fail(f"--version takes no other option, but was given {' '.join(args)}", code=2)
+    from importlib.metadata import version
 
-        print(printable(about()))
-    elif args:
-        fail(f"--version takes no other option than --verbose, but was given {' '.join(args)}", code=2)
-    else:
-        from importlib.metadata import version
-
-        print(f"lit-effattn {version('lit-effattn')}")
+    print(f"lit-effattn {version('lit-effattn')}")
 
 
 def _list(command: str, names: list[str]) -> None:
@@ -215,23 +201,6 @@ def _list(command: str, names: list[str]) -> None:
     try:
         print(printable(getattr(import_module(module), function)(names)))
     except (FileNotFoundError, ValueError) as error:
-        fail(str(error), code=2)
-
-
-def _complete(args: list[str]) -> None:
-    """Print the script that completes the commands in a shell."""
-    if len(args) != 1 or args[0].startswith("-"):
-        print(
-            "usage: lit-effattn completion bash|zsh\n\n"
-            "Once, and after an upgrade: lit-effattn completion bash > ~/.lit-effattn.bash\n"
-            "In the shell's start-up file, and in this shell: source ~/.lit-effattn.bash"
-        )
-        return
-    from lit_effattn.cli.completion import script
-
-    try:
-        print(script(args[0], COMMANDS, (*TOOLS, CONVERT), [*LISTS]))
-    except ValueError as error:
         fail(str(error), code=2)
 
 

@@ -60,7 +60,6 @@ from lit_effattn.checkpoints.runs import (
     short,
 )
 from lit_effattn.checkpoints.spec_check import CheckpointJudge, UserJudge
-from lit_effattn.cli.about import NO_FLOAT64
 from lit_effattn.cli.data import show_data
 from lit_effattn.cli.errors import unknown
 from lit_effattn.cli.help import arranged, class_help
@@ -451,7 +450,10 @@ class CLI(LightningCLI):
             kwargs["check_val_every_n_epoch"] = config.check_val_every_n_epoch or 1
         if config.accelerator == "auto" and torch.backends.mps.is_available():
             kwargs["accelerator"] = "cpu"
-            rank_zero_info(f"--trainer.accelerator auto: the CPU is used, since {NO_FLOAT64}")
+            rank_zero_info(
+                "--trainer.accelerator auto: the CPU is used, since Apple's GPUs have no float64, in which losses are "
+                "summed"
+            )
         if config.devices == "auto" and self.subcommand in ("predict", "generate"):
             kwargs["devices"] = 1  # else all GPUs of the machine, and these commands run on one process
         averaged = self.resolved.averaged

@@ -149,11 +149,6 @@ def option_paths() -> list[str]:
     return list(dict.fromkeys(f"{group}.{name}" for group in _GROUPS for kind in _of(group) for name in _names(kind)))
 
 
-def class_names(path: str) -> list[str]:
-    """Return the names of the classes that the option `path` may name; empty if it names none."""
-    return sorted({kind.__name__ for kind in _of(path)}) if _base(path) else []
-
-
 def _of(path: str) -> list[Any]:
     """Return the classes that the option `path` may name: those of this package, or else, as for loggers, all."""
     base: Any = _base(path)

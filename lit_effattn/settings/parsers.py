@@ -205,34 +205,6 @@ def convert() -> argparse.ArgumentParser:
     return made
 
 
-def consolidate() -> argparse.ArgumentParser:
-    """Return the parser of `consolidate`."""
-    made = _parser(
-        "consolidate",
-        "Put a checkpoint that several processes have written (save_distributed_checkpoint) into one file. "
-        "It needs the memory for the whole model and its optimiser states.",
-    )
-    made.add_argument("checkpoint", metavar="FOLDER", help="The checkpoint: its path, or last or best.")
-    made.add_argument("file", metavar="FILE", help="The file to write.")
-    add_root(made)
-    return made
-
-
-def push() -> argparse.ArgumentParser:
-    """Return the parser of `push`."""
-    made = _parser(
-        "push",
-        "Publish a checkpoint on the Hugging Face hub: the model without optimiser states, its "
-        "configuration, and a card with the figures of its run. The token is that of `hf auth login`, or HF_TOKEN.",
-    )
-    made.add_argument("checkpoint", metavar="CHECKPOINT", help="The checkpoint: its path, last or best, or model:NAME.")
-    made.add_argument("name", metavar="USER/NAME", help="The model's name on the hub. It is made if it is new.")
-    made.add_argument("--private", action="store_true", help="Make a new name visible to you alone.")
-    made.add_argument("--license", help="The licence that the card states, such as apache-2.0. Default: none.")
-    add_root(made)
-    return made
-
-
 def prepare() -> argparse.ArgumentParser:
     """Return the parser of `data prepare`."""
     made = _parser(

@@ -8,6 +8,7 @@ import torch
 import yaml
 
 from lit_effattn.analysis.records import read_run
+from lit_effattn.checkpoints.io import read_checkpoint
 from lit_effattn.cli import main
 from tests.cli.test_command_average import TINY
 from tests.support.checkpoint_parts import divide
@@ -37,15 +38,8 @@ def test_the_commands_take_a_folder_for_a_file(runs: list[Path], capsys: pytest.
             main(["test", *args, "--trainer.default_root_dir", f"runs/{name}", "--trainer.logger", "false"])
             output.append(capsys.readouterr().out)
         assert output[0] == output[1] != ""
-    main(["consolidate", str(parts / "last.ckpt"), "one.ckpt"])
-    assert "last.ckpt is in one file, one.ckpt" in capsys.readouterr().out
-    assert same(weights(Path("one.ckpt")), weights(whole / "last.ckpt"))
-    for args, message in (
-        ([parts / "last.ckpt", "one.ckpt"], "one.ckpt exists; name another file"),
-        (["one.ckpt", "two.ckpt"], "one.ckpt is one file: there is nothing to consolidate"),
-        (["three.ckpt", "two.ckpt"], "consolidate three.ckpt: there is no such file"),
-    ):
-        assert message in fails(capsys, "consolidate", *map(str, args))
+    main(["export", "--ckpt_path", str(parts / "last.ckpt"), "--format", "safetensors", "--output", "one.safetensors"])
+    assert same(read_checkpoint(Path("one.safetensors"))["state_dict"], weights(whole / "last.ckpt"))
     output = [fails(capsys, "convert", str(path / "last.ckpt"), "converted") for path in (whole, parts)]
     shown = [str(path.relative_to(Path.cwd())) for path in (whole, parts)]
     assert output[0].replace(shown[0], "") == output[1].replace(shown[1], "")

@@ -127,15 +127,6 @@ def build(name: str, vectors: Sequence[str] = ()) -> Path:
     return folder / file
 
 
-def compiler_version() -> str:
-    """Return the first line that the C++ compiler prints for `--version`.
-
-    Raises:
-        CompilerError: If the compiler is missing or fails.
-    """
-    return _version(_compiler()).partition("\n")[0]
-
-
 def _compiler() -> list[str]:
     named = os.environ.get("CXX")
     for command in [named] if named else ["clang++", "g++"] if sys.platform == "darwin" else ["g++", "clang++"]:

@@ -13,19 +13,14 @@ from pathlib import Path
 
 import torch
 
-from benchmarks import generation, kernels, layers, memory, packing, scaling, speech_stream, steps, tokens, vocabulary
-from benchmarks.experiments import compression, features, longterm, minilm, recl, reproduce, sorting, swap
+from benchmarks import generation, kernels, layers, reproduce, scaling, steps
 from benchmarks.report import Report, publish
 
 BENCHMARKS = {
-    module.__name__.rpartition(".")[2]: module
-    for module in (
-        *(kernels, layers, steps, generation, tokens, memory, scaling, vocabulary, speech_stream, packing),
-        *(minilm, swap, recl, longterm, features, compression, sorting, reproduce),
-    )
+    module.__name__.rpartition(".")[2]: module for module in (kernels, layers, steps, generation, scaling, reproduce)
 }
 
-PICTURED = ("features", "longterm", "minilm", "scaling")
+PICTURED = ("scaling",)
 """Benchmarks that also draw a picture."""
 
 SHORT = (
@@ -33,7 +28,6 @@ SHORT = (
     "steps configs/digits_linear.yaml --only fit --steps 5 --repeats 2",
     "generation --small --repeats 2 --windows 4",
     "generation --sources 512 4096 --batch_sizes 1 --repeats 2",
-    "memory --lengths 800",
     "scaling --repeats 2 --lengths 512 1024 2048 --most 1024",
     "kernels --lengths 2048 --repeats 3",
     "layers --lengths 512 --repeats 3",

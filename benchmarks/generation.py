@@ -1,8 +1,7 @@
 """Generation: images per second and state size by attention, or time per token by cross-attention.
 
 Without sources it draws images, by linear attention, and by softmax attention with and without a key/value cache. With
-sources it decodes from them, greedily and with beam search. With `--speculative` it draws text with drafts. `--states`,
-`--prompts` and `--forks` measure kept states and many prompts.
+sources it decodes from them, greedily and with beam search.
 """
 
 from __future__ import annotations
@@ -16,7 +15,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from benchmarks import kept, speculation
 from benchmarks.measuring import Spread, add_options, at_least, interleaved, now, seconds_of
 from benchmarks.models import IMAGES, LSH, SMALL, Size, build, random_levels, size_for
 from benchmarks.report import Report, Row
@@ -91,23 +89,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_options(parser, uncached=(32, "images at once without a cache, since each token then needs the whole prefix"))
     about = "decode from sources of so many tokens instead"
     parser.add_argument("--sources", type=at_least(1), nargs="+", default=[], help=about)
-    about = "save, load and fork states after so many positions instead"
-    parser.add_argument("--states", type=at_least(1), nargs="+", default=[], help=about)
-    about = "continue so many prompts instead, one after another and in a batch"
-    parser.add_argument("--prompts", type=at_least(1), default=0, help=about)
-    add_options(parser, prefix=(256, "tokens that the prompts share"))
-    about = "fork and keep states in memory so many times instead, and count the bytes of the process"
-    parser.add_argument("--forks", type=at_least(10), default=0, help=about)
     add_options(parser, most=(8192, f"longest source of “{PLAIN}”"), tokens=(32, "decoded in a round"))
-    speculation.add_arguments(parser)
 
 
 def run(args: argparse.Namespace) -> Report:
-    if args.speculative is not None:
-        return speculation.run(args)
-    for given, measure in ((args.states, kept.states), (args.prompts, kept.prompts), (args.forks, kept.forks)):
-        if given:
-            return measure(args)
     rows: list[Row] = []
     for batch_size in args.batch_sizes if args.sources else ():
         rows += _decoded(batch_size, args)

@@ -193,17 +193,8 @@ def resident_peak(device: torch.device) -> int:
     """Return the peak bytes resident in this process, or allocated on the GPU, since `reset_peak`."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
-    return _status("VmHWM")
-
-
-def resident() -> int:
-    """Return the bytes resident in this process."""
-    return _status("VmRSS")
-
-
-def _status(name: str) -> int:
     lines = Path("/proc/self/status").read_text().splitlines()
-    (line,) = [line for line in lines if line.startswith(f"{name}:")]  # "VmHWM:    1234 kB"
+    (line,) = [line for line in lines if line.startswith("VmHWM:")]  # "VmHWM:    1234 kB"
     return 1024 * int(line.split()[1])
 
 

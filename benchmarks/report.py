@@ -78,35 +78,6 @@ def cell(value: Value) -> str:
     return value if isinstance(value, str) else _number(value)
 
 
-def plot_spreads(
-    figure: Any, panels: Mapping[str, Mapping[tuple[str, str], Mapping[int, Spread]]], label: str, **options: Any
-) -> list[Any]:
-    """Draw median, minimum and maximum against the number of features, a panel for each title.
-
-    Args:
-        figure: The figure.
-        panels: Spreads by title, then (features, directions), then the number of features.
-        label: Label of the vertical axis.
-        options: Options of `Figure.subplots`.
-    """
-    figure.set_size_inches(5 * len(panels), 4.5)
-    row = list(figure.subplots(1, len(panels), squeeze=False, **options)[0])
-    colors: dict[str, str] = {}
-    for axes, (title, lines) in zip(row, panels.items(), strict=True):
-        for (name, directions), spreads in lines.items():
-            color = colors.setdefault(name, f"C{len(colors)}")
-            style = "o-" if directions == "orthogonal" else "o--"
-            medians = [spread.median for spread in spreads.values()]
-            low, high = ([end(spread.samples) for spread in spreads.values()] for end in (min, max))
-            axes.plot(list(spreads), medians, style, color=color, label=f"{name}, {directions}")
-            axes.fill_between(list(spreads), low, high, color=color, alpha=0.12, linewidth=0)
-        axes.set_xscale("log", base=2)
-        axes.set(xlabel="features F", title=title)
-    row[0].set_ylabel(label)
-    row[0].legend(title="median; band: min to max", fontsize="small")
-    return row
-
-
 def _number(x: float) -> str:
     return f"{x:,.0f}" if isinstance(x, int) or abs(x) >= 100 else f"{x:.3g}"
 

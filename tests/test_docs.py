@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from benchmarks import __main__ as benchmarks_command
-from benchmarks.experiments import reproduce
+from benchmarks import reproduce
 from lit_effattn.cli.command import CLI
 from lit_effattn.settings.arguments import Arguments
 

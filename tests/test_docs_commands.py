@@ -12,7 +12,6 @@ import soundfile
 from PIL import Image
 
 from lit_effattn.cli import main
-from scripts.asterisk_prompts import FOLDING
 from tests.datamodules.speech.test_festvox import voice
 from tests.interchange.test_convert import SIZE, START, tokenizer_json
 from tests.test_docs import FENCE, PAGES, block
@@ -103,13 +102,6 @@ def _recordings(folder: Path) -> None:
         (folder / "my_speech" / f"{split}.jsonl").write_text("\n".join(part))
         absolute = [line.replace('": "', f'": "{folder}/my_speech/', 1) for line in part]
         (folder / f"{split}.jsonl").write_text("\n".join(absolute))
-    prompts = folder / "data" / "asterisk"
-    prompts.mkdir(parents=True)
-    shutil.copy(source / "ten_of_clubs.wav", prompts / "a.wav")
-    (prompts / "test.jsonl").write_text('{"audio_filepath": "a.wav", "phonemes": "t ɛ n ə v k l ʌ b z"}\n')
-    (prompts / "folding.json").write_text(json.dumps(FOLDING))
-    shutil.copytree(prompts, folder / "data" / "asterisk-ru")
-    (folder / "data" / "asterisk-ru" / "test.jsonl").write_text('{"audio_filepath": "a.wav", "phonemes": "k ay"}\n')
 
 
 def _pretrained(folder: Path) -> None:
@@ -128,8 +120,6 @@ def wanted(words: list[str]) -> str | None:
         return "stdlib_xl"
     if "--source" in flags:
         return "g2p_linear"
-    if "data/asterisk-ru/test.jsonl" in words:
-        return "russian_linear"
     if any(flag.startswith(("--data.audio", "--data.corpus")) for flag in flags):
         return "espeak_linear"
     return "digits_linear" if flags & {"--complete", "--compile", "--average"} else None

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from benchmarks import __main__ as command
-from benchmarks import generation, speculation
+from benchmarks import generation
 from benchmarks.generation import (
     CROSS,
     PLAIN,
@@ -135,23 +135,3 @@ def test_a_token_is_one_step_of_the_decoder(kind, monkeypatch):
         assert rows[-3:] == [1] * 3
         assert decoder._timed(generation.beam_search, source, state, beam=2) == 1
         assert rows[-3:] == [2] * 3
-
-
-def test_speculation_measures_every_kind_and_the_shipped_models(tmp_path, monkeypatch):
-    monkeypatch.setattr(speculation, "SMALL", Size(1, 2, 8))
-    words = "generation --speculative --documents 1 --text_tokens 11 --repeats 2 --device cpu"
-    command.main([*words.split(), "--drafts", "model:stdlib", "--output", str(tmp_path)])
-    rows = json.loads((tmp_path / "generation.json").read_text(encoding="utf-8"))["rows"]
-    by_kind = {(row["model"], row["draft"]): row for row in rows if "random" in row["model"]}
-    assert len(rows) == 2 * 2 * 2 + len(by_kind)
-    assert len(by_kind) == 3 * len(speculation.KINDS)
-    for kind in speculation.KINDS:
-        accepted = [by_kind[f"{kind}, random weights", f"{n} of 4 right"]["accepted"] for n in (0, 2, 4)]
-        assert accepted[0] == 0 < accepted[1] < accepted[2] == 1
-        assert by_kind[f"{kind}, random weights", "4 of 4 right"]["tokens a call"] == 11 / 3
-    itself = [row for row in rows if (row["model"], row["draft"]) == ("model:stdlib", "model:stdlib")]
-    assert [row["accepted"] for row in itself] == [1, 1]
-    words = "generation --speculative models --models model:stdlib_linear --documents 1 --text_tokens 1 --repeats 1"
-    command.main([*words.split(), "--device", "cpu", "--output", str(tmp_path)])
-    rows = json.loads((tmp_path / "generation.json").read_text(encoding="utf-8"))["rows"]
-    assert [row["model"] for row in rows] == ["model:stdlib_linear"] * 2

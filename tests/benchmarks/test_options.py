@@ -9,7 +9,7 @@ from benchmarks import __main__ as command
         ("steps --device cuda:99", "cuda:99 does not exist"),
         ("steps --device gpu", "gpu is not a device"),
         ("steps --lengths 2", "2 is less than 3"),
-        ("memory --repeats many", "invalid integer value: 'many'"),
+        ("kernels --repeats many", "invalid integer value: 'many'"),
     ],
 )
 def test_what_can_not_be_measured_is_refused(words, complaint, capsys):

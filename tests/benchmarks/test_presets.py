@@ -60,7 +60,7 @@ def test_one_that_fails_does_not_lose_the_others(ran, with_a_gpu, capsys):
 
 
 def test_what_is_invalid_is_refused_before_the_first_run(ran, monkeypatch, capsys):
-    monkeypatch.setattr(command, "SHORT", ("steps --small", "memory --no_such_option"))
+    monkeypatch.setattr(command, "SHORT", ("steps --small", "kernels --no_such_option"))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     for words, complaint in ((), "--no_such_option"), (["gpu"], "gpu needs a CUDA device, not cpu"):
         with pytest.raises(SystemExit):

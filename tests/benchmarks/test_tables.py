@@ -8,17 +8,12 @@ from typing import Any
 import pytest
 
 from benchmarks import __main__ as command
-from benchmarks.experiments.reproduce import scores
+from benchmarks.reproduce import scores
 
 TINY = (
     "steps --small --lengths 8 12 --repeats 2 --tokens 24",
     "generation --small --lengths 12 --repeats 1 --batch_sizes 2 --prefixes 3",
     "generation --small --lengths 24 --repeats 1 --batch_sizes 2 --prefixes 3 --windows 2",
-    "memory --lengths 8 800 --segment_len 4 --segments 1 --repeats 2",
-    "vocabulary --vocabularies 7 9 --positions 5 --d_model 3 --repeats 2",
-    "packing --rows 2 --length 64 --batches 1 --repeats 1 --d_model 8 --n_heads 2 --n_layers 1",
-    "compression --datasets digits",
-    "compression --datasets stdlib",
 )
 
 

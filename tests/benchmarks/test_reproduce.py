@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from benchmarks import __main__ as benchmarks_command
-from benchmarks.experiments import reproduce
+from benchmarks import reproduce
 
 
 class Machine:

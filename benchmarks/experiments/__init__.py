@@ -1,1 +1,0 @@
-"""Experiments on the quality of models, not on their cost: `python -m benchmarks NAME`."""

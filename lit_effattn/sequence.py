@@ -42,6 +42,9 @@ class SequenceModule(HasInitArgs, nn.Module, ABC):
     takes_pieces = False
     """Whether `forward` has a further argument, `pieces`: see `Pieces`."""
 
+    no_weight_decay: tuple[str, ...] = ()
+    """Names of the module's own parameters to which no weight decay applies, such as the decays of a recurrence."""
+
     if TYPE_CHECKING:  # nn.Module's returns Any
 
         def __call__(

@@ -68,6 +68,9 @@ class Attention(MultiHead):
 
     Buffers need not be named."""
 
+    keeps_start = False
+    """Whether a `Transformer` leaves the projections as they start, whatever its `init` (gpt2 scales `out_proj`)."""
+
     lacks: ClassVar[Mapping[str, str]] = {}
     """Modules of other kinds that this kind does not have, each with the reason, for error messages."""
 

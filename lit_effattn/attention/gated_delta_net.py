@@ -34,6 +34,8 @@ class GatedDeltaNetAttention(RecurrentAttention):
         bias: Whether the projections of queries, keys, values and outputs have a bias.
     """
 
+    no_weight_decay = ("a_log", "dt_bias")
+
     def __init__(
         self,
         d_model: int,

@@ -18,7 +18,9 @@ class Mamba2Attention(RecurrentAttention):
 
     (arXiv 2405.21060.) q, k and v are the paper's C, B and X. By default all heads share one q and one k (multi-value
     attention). a, b and d are learned for each head. `conv` is a causal convolution of each channel, with a bias, and
-    `norm` is RMSNorm over the heads that share q and k, after the gate.
+    `norm` is RMSNorm over the heads that share q and k, after the gate. In a `Transformer` the projections start as
+    `nn.Linear` starts them, as in the authors' code: with 0.02 in place of 1/√(3 E), ε would be a large part of what a
+    narrow layer normalises.
 
     Time O(N (C + D) D H) with chunks of C positions; state: a matrix D_qk × D for each head, and K − 1 inputs of the
     convolution. Splitting a stream changes nothing: the memory reaches back to the start. Not causal: see
@@ -36,6 +38,9 @@ class Mamba2Attention(RecurrentAttention):
         chunk_size: Positions computed at once; no effect on the result.
         bias: Whether the projections of queries, keys, values and outputs have a bias.
     """
+
+    no_weight_decay = ("a_log", "dt_bias", "skip")
+    keeps_start = True
 
     def __init__(
         self,

@@ -281,14 +281,14 @@ def attend_window(
         seen: (B,), valid positions.
         window: Number of keys that a position sees, its own included.
     """
-    past, before, m = None, torch.zeros_like(seen), 0
+    past, before, m, stored = None, torch.zeros_like(seen), 0, k.dtype
     if state is not None:
-        before, m = state.length, state.keys.size(2)
+        before, m, stored = state.length, state.keys.size(2), state.keys.dtype
         past = before.clamp(max=m)
         k = torch.cat([state.keys.to(k.dtype), k], 2)  # (B, H_kv, M + N, D)
         v = torch.cat([state.values.to(v.dtype), v], 2)
     y = see(q, k, v, past=past)
-    keys, values = (newest(t, seen + m, window - 1, dim=2) for t in (k, v))
+    keys, values = (newest(t, seen + m, window - 1, dim=2).to(stored) for t in (k, v))
     return y, WindowCache(keys, values, before + seen)
 
 

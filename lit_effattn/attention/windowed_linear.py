@@ -68,6 +68,7 @@ class WindowedLinearAttention(Attention):
     takes_groups = True
     takes_parts = True
     extra_parameters = ("feature_map", "mixing")
+    no_weight_decay = ("mixing",)
 
     def __init__(
         self,

@@ -230,6 +230,13 @@ def check_optimizer(saved: Any, optimizer: Optimizer, where: str, has_stepped: b
         if name not in saved:
             raise ValueError(f"{where} has no {name}")
     groups = saved["param_groups"]
+    sizes, expected = _sizes(groups), [len(group["params"]) for group in new["param_groups"]]
+    if sizes is not None and sizes != expected:
+        raise ValueError(
+            f"{where}.param_groups have {_listed(sizes)} parameters, and those of this run {_listed(expected)}: an "
+            "earlier version or another decay_biases_and_gains made them; start a new run from its weights with "
+            "--init_weights in place of --ckpt_path"
+        )
     _check_number(groups, new["param_groups"], f"{where}.param_groups")
     for i, (group, of_new) in enumerate(zip(groups, new["param_groups"], strict=True)):
         at = f"{where}.param_groups[{i}]"
@@ -252,6 +259,16 @@ def check_optimizer(saved: Any, optimizer: Optimizer, where: str, has_stepped: b
             raise ValueError(f"{where}.state has {number!r}, which is not one of the parameters")
         parameter = by_number[number]
         _check_state(state, parameter, steps[group_of[number]].get(parameter.ndim), f"{where}.state[{number}]")
+
+
+def _sizes(groups: Any) -> list[int] | None:
+    """Return the number of parameters of each group; None if `groups` is not a list of groups."""
+    params = [group.get("params") for group in groups if isinstance(group, dict)] if isinstance(groups, list) else []
+    return [*map(len, params)] if params and all(isinstance(numbers, list) for numbers in params) else None
+
+
+def _listed(sizes: list[int]) -> str:
+    return " + ".join(map(str, sizes))
 
 
 def _added(group: dict[str, Any], optimizer: Optimizer) -> set[str]:

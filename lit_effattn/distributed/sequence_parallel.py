@@ -68,7 +68,7 @@ class Parts:
         Args:
             combine: ⊕, associative: see `Attention.combine_states`.
             part: The state after this process's part, made from an empty state.
-            before: The state before the first part, the same in all processes.
+            before: The state before the first part, the same in all processes. The state after all parts has its types.
         """
         everyone = self._gather_states(part)
         here = after = before
@@ -77,7 +77,8 @@ class Parts:
             # A part that is not earlier is multiplied by 0, not left out: the backward pass of the message is a
             # collective call, which every process has to reach.
             here = after if rank < self.rank else _with_graph_of(here, other)
-        return here, after
+        types = (t.dtype for t in tensors(before))
+        return here, map_tensors(lambda t: t.to(next(types)), after)
 
     def _gather_states(self, part: State) -> list[State]:
         """Gather the tensors of a state in one message."""

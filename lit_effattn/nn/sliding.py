@@ -82,7 +82,7 @@ class SlidingWindow(SequenceModule):
         columns = max(1, self.windows_at_once // b)
         chunks = zip(index.split(columns, 1), valid.split(columns, 1), strict=True)
         y = [self._last_outputs(stream, *chunk) for chunk in chunks]
-        inputs = newest(stream, reach + seen, reach, dim=1)  # (B, window − 1, E)
+        inputs = newest(stream, reach + seen, reach, dim=1).to(state.inputs.dtype)  # (B, window − 1, E)
         return without_padding(torch.cat(y, 1), lengths), SlidingState(inputs, state.length + seen)
 
     def _last_outputs(self, stream: Tensor, index: Tensor, valid: Tensor) -> Tensor:

@@ -233,7 +233,7 @@ class Transformer(SequenceModule):
             "normal": N(0, 0.02²) and zero biases. "transformer_xl": "normal", and the LayerNorms' gains N(1, 0.02²), as
             in the code of Dai et al. 2019. "gpt2": "normal", with the last matrix of each branch scaled by 1/√branches,
             so that the residual's variance does not grow with depth (Child et al. 2019, section 5.2; Radford et al.
-            2019). A layer has 2 branches, with cross-attention 3.
+            2019). A layer has 2 branches, with cross-attention 3. `Mamba2Attention` keeps PyTorch's start.
         gradient_checkpointing: Keep only the blocks' inputs for the backward pass, and compute the rest again: less
             memory, about a third more time.
         cross_attention: The kind of cross-attention, or a list of kinds that are assigned to the layers in turn. The
@@ -544,8 +544,14 @@ def _initialise(transformer: Transformer, init: Initialisation) -> None:
         return
     branches = sum(2 if block.cross_attention is None else 3 for block in transformer.blocks)
     last = 1 / math.sqrt(branches) if init == "gpt2" else 1.0
+    keep = [block.attention for block in transformer.blocks if getattr(block.attention, "keeps_start", False)]
+    kept = {module for attention in keep for module in attention.modules()}
     for name, module in transformer.named_modules():
-        if isinstance(module, nn.Linear):
+        if isinstance(module, nn.Linear) and module in kept:
+            if name.endswith("out_proj"):
+                with torch.no_grad():
+                    module.weight *= last
+        elif isinstance(module, nn.Linear):
             if init == "xavier":
                 nn.init.xavier_uniform_(module.weight)
             else:

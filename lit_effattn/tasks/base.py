@@ -27,7 +27,7 @@ from lit_effattn.distributed import sharding
 from lit_effattn.hparams import HasInitArgs, init_args
 from lit_effattn.sequence import State, parts, reads_values
 from lit_effattn.tasks.metrics import Count
-from lit_effattn.tasks.optimizers import MuonWithAdamW, hidden_matrices
+from lit_effattn.tasks.optimizers import MuonWithAdamW, exempt_from_decay, hidden_matrices, without_decay
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -114,6 +114,9 @@ class Task(HasInitArgs, pl.LightningModule):
         optimizer: Makes the optimiser from the parameters. Default: torch.optim.RAdam.
         lr_scheduler: Makes the schedule from the optimiser. It steps once an optimiser step; a schedule that monitors a
             metric steps once a validation.
+        decay_biases_and_gains: Whether the optimiser's weight decay also applies to biases and to the gains of norms.
+            It never applies to what a module names in its class attribute `no_weight_decay`, such as the decays of
+            `Mamba2Attention`.
     """
 
     monitor: str
@@ -139,11 +142,17 @@ class Task(HasInitArgs, pl.LightningModule):
     None: losses are not multiplied. The callback `GlobalLossNormalization` sets it.
     """
 
-    def __init__(self, optimizer: OptimizerCallable | None, lr_scheduler: LRSchedulerCallable | None) -> None:
+    def __init__(
+        self,
+        optimizer: OptimizerCallable | None,
+        lr_scheduler: LRSchedulerCallable | None,
+        decay_biases_and_gains: bool = True,
+    ) -> None:
         super().__init__()
         # Not the argument's default: jsonargparse would apply RAdam's defaults on top of those of a chosen class.
         self._optimizer = optimizer or torch.optim.RAdam
         self._lr_scheduler = lr_scheduler
+        self._decay_biases_and_gains = decay_biases_and_gains
         self._objective: Callable[..., Objective] = type(self).objective
         try:
             arguments = init_args(self)
@@ -240,6 +249,7 @@ class Task(HasInitArgs, pl.LightningModule):
         optimizer = self._optimizer(self.parameters())
         if isinstance(optimizer, MuonWithAdamW):
             optimizer.use_muon_for(hidden_matrices(self))
+        exempt_from_decay(optimizer, without_decay(self, decay_biases_and_gains=self._decay_biases_and_gains))
         if self._lr_scheduler is None:
             return optimizer
         scheduler: Any = self._lr_scheduler(optimizer)

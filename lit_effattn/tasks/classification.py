@@ -65,6 +65,7 @@ class SequenceClassifier(Task):
         auxiliary_weight: Weight of auxiliary losses of the attention.
         optimizer: Makes the optimiser from the parameters. Default: torch.optim.RAdam.
         lr_scheduler: Makes the schedule from the optimiser: see `Task`.
+        decay_biases_and_gains: Whether weight decay also applies to biases and to the gains of norms: see `Task`.
 
     Raises:
         ValueError: If an option is out of range, not exactly one of `vocab_size` and `n_features` is given, or
@@ -89,8 +90,9 @@ class SequenceClassifier(Task):
         auxiliary_weight: float = 1.0,
         optimizer: OptimizerCallable | None = None,
         lr_scheduler: LRSchedulerCallable | None = None,
+        decay_biases_and_gains: bool = True,
     ) -> None:
-        super().__init__(optimizer, lr_scheduler)
+        super().__init__(optimizer, lr_scheduler, decay_biases_and_gains)
         self.classes = tuple(classes)
         _check_classes(self.classes)
         _check_input(vocab_size, n_features)

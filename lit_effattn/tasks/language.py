@@ -100,6 +100,7 @@ class LanguageModel(Task):
             the model reads the reference tokens.
         beam: Number of hypotheses of the search for a response; 1 is greedy.
         max_response_len: Maximum number of tokens of a response, the end token included.
+        decay_biases_and_gains: Whether weight decay also applies to biases and to the gains of norms: see `Task`.
 
     Raises:
         ValueError: If the backbone is not causal, or an option is out of range or does not apply to the backbone.
@@ -134,10 +135,11 @@ class LanguageModel(Task):
         response_metrics: Sequence[ResponseMetric] = (),
         beam: int = 1,
         max_response_len: int = 64,
+        decay_biases_and_gains: bool = True,
     ) -> None:
         check_backbone(backbone, causal=True)
         responses = Responses(response_metrics, beam=beam, max_len=max_response_len)
-        super().__init__(optimizer, lr_scheduler)
+        super().__init__(optimizer, lr_scheduler, decay_biases_and_gains)
         if unit not in _METRICS:
             raise ValueError(f"unit={unit!r} is not one of {', '.join(_METRICS)}")
         probabilities(label_smoothing=label_smoothing)

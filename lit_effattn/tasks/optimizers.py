@@ -1,4 +1,4 @@
-"""Muon for the matrices of hidden layers, with AdamW for all other parameters."""
+"""Which parameters have weight decay, and Muon for the matrices of hidden layers, with AdamW for all others."""
 
 from __future__ import annotations
 
@@ -7,10 +7,13 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
 from torch.optim import AdamW, Muon, Optimizer
 
 from lit_effattn.checks import at_least, probabilities
 from lit_effattn.sequence import SequenceModule
+
+_NORMS = (nn.LayerNorm, nn.RMSNorm, nn.GroupNorm, _NormBase)
 
 
 class MuonWithAdamW(Optimizer):
@@ -22,12 +25,12 @@ class MuonWithAdamW(Optimizer):
     η' = 0.2 η √max(rows, columns) (Liu et al. 2025, equation 4): an update then has the root mean square of AdamW's,
     and both take one rate. `torch.optim.Muon` and `torch.optim.AdamW` compute the steps.
 
-    In a task, Muon updates the matrices of hidden layers: the two-dimensional weights (`weight`, `weight_ih`, …) of the
-    modules inside a backbone, encoder or decoder, without its embeddings. Token embeddings, front ends, heads and
-    output layers, biases, norms, learned positions, and the vectors of relative positions are AdamW's. In code of
-    your own, Muon updates all parameters of two dimensions until `use_muon_for` is called.
+    In a task, Muon updates the matrices of hidden layers: the weights of `nn.Linear` and of recurrent layers
+    (`weight_ih`, `weight_hh`) inside a backbone, encoder or decoder. Token embeddings, front ends, heads and output
+    layers, biases, norms, convolutions, learned positions, and the vectors of relative positions are AdamW's. In code
+    of your own, Muon updates all parameters of two dimensions until `use_muon_for` is called.
 
-    Its parameter groups are Muon's, then AdamW's; a schedule changes the rates of both.
+    Its parameter groups are Muon's, then AdamW's; a schedule changes the rates of all.
 
     Args:
         params: The parameters. Groups with options of their own are not supported.
@@ -68,7 +71,7 @@ class MuonWithAdamW(Optimizer):
         matrices = [p for p in params if p.ndim == 2]
         rest = [p for p in params if p.ndim != 2]
         _check_some(matrices)
-        self.parts: tuple[Optimizer, Optimizer] = (
+        self._parts: tuple[Optimizer, Optimizer] = (
             Muon(
                 matrices,
                 lr=lr,
@@ -86,9 +89,16 @@ class MuonWithAdamW(Optimizer):
                 weight_decay=weight_decay,
             ),
         )
-        super().__init__([group for part in self.parts for group in part.param_groups], {})
-        self.defaults = {name: value for part in self.parts for name, value in part.defaults.items()}
-        self._share()
+        super().__init__([group for part in self._parts for group in part.param_groups], {})
+        self.defaults = {name: value for part in self._parts for name, value in part.defaults.items()}
+
+    @property
+    def parts(self) -> tuple[Optimizer, Optimizer]:
+        """Muon and AdamW, with their groups and the state of this optimiser."""
+        for part, is_muon in zip(self._parts, (True, False), strict=True):
+            part.param_groups = [group for group in self.param_groups if ("ns_steps" in group) is is_muon]
+            part.state = self.state
+        return self._parts
 
     def use_muon_for(self, matrices: Iterable[Tensor]) -> None:
         """Use Muon for these matrices alone. Call it before the first step and before a schedule is made.
@@ -97,7 +107,7 @@ class MuonWithAdamW(Optimizer):
             ValueError: If none of them is one of the optimiser's matrices.
         """
         wanted = {id(p) for p in matrices}
-        of_muon, of_adamw = (group["params"] for group in self.param_groups)
+        of_muon, of_adamw = (group["params"] for group in self.param_groups[:2])
         _check_some([p for p in of_muon if id(p) in wanted])
         of_adamw += [p for p in of_muon if id(p) not in wanted]
         of_muon[:] = [p for p in of_muon if id(p) in wanted]
@@ -111,15 +121,6 @@ class MuonWithAdamW(Optimizer):
         for part in self.parts:
             part.step()
         return loss
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)
-        self._share()
-
-    def _share(self) -> None:
-        """Let the two optimisers use the groups and the state of this one."""
-        for part, group in zip(self.parts, self.param_groups, strict=True):
-            part.__setstate__({"param_groups": [group], "state": self.state})
 
 
 def _check_some(matrices: list[Tensor]) -> None:
@@ -136,7 +137,51 @@ def hidden_matrices(model: nn.Module) -> list[nn.Parameter]:
     return [
         parameter
         for module in model.modules()
-        if module in layers and not isinstance(module, nn.Embedding)
+        if module in layers
         for name, parameter in module.named_parameters(recurse=False)
-        if name.startswith("weight") and parameter.ndim == 2
+        if (isinstance(module, nn.Linear) or name.startswith(("weight_ih", "weight_hh"))) and parameter.ndim == 2
     ]
+
+
+def without_decay(model: nn.Module, *, decay_biases_and_gains: bool = True) -> list[nn.Parameter]:
+    """Return the parameters without weight decay.
+
+    They are those that a module names in its class attribute `no_weight_decay`, and without `decay_biases_and_gains`
+    also all biases and the gains of norms.
+
+    Raises:
+        ValueError: If a module names what is not one of its parameters.
+    """
+    exempt: list[nn.Parameter] = []
+    for module in model.modules():
+        own = dict(module.named_parameters(recurse=False))
+        named = getattr(module, "no_weight_decay", ())
+        if isinstance(named, str) or not set(named) <= own.keys():
+            raise ValueError(
+                f"{type(module).__name__}.no_weight_decay={named!r} must be a tuple of names of its parameters, which "
+                f"are {', '.join(own) or 'none'}"
+            )
+        exempt += [
+            parameter
+            for name, parameter in own.items()
+            if name in named or (not decay_biases_and_gains and _is_bias_or_gain(module, name))
+        ]
+    return exempt
+
+
+def _is_bias_or_gain(module: nn.Module, name: str) -> bool:
+    # By name, not by the number of dimensions: FSDP flattens parameters. u and v: the biases of Transformer-XL.
+    return isinstance(module, _NORMS) or name.startswith("bias") or name in ("gain", "u", "v")
+
+
+def exempt_from_decay(optimizer: Optimizer, parameters: Iterable[Tensor]) -> None:
+    """Move `parameters` from the groups with a `weight_decay` to further groups, where it is 0.
+
+    Call it before the first step and before a schedule is made.
+    """
+    wanted = {id(p) for p in parameters}
+    for group in [group for group in optimizer.param_groups if group.get("weight_decay")]:
+        exempt = [p for p in group["params"] if id(p) in wanted]
+        if exempt:
+            group["params"] = [p for p in group["params"] if id(p) not in wanted]
+            optimizer.param_groups.append({**group, "params": exempt, "weight_decay": 0.0})

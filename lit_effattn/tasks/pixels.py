@@ -52,6 +52,7 @@ class PixelModel(Task):
         ordinal_embedding: Initialise the embedding with waves of the level (see `ordinal_waves`) in place of noise, so
             that neighbouring levels start with similar vectors. This helps with levels that are rare in training.
         score_first: Whether the first dimension is scored, in the loss and in bits/dim.
+        decay_biases_and_gains: Whether weight decay also applies to biases and to the gains of norms: see `Task`.
 
     Raises:
         ValueError: If the backbone is not causal.
@@ -72,9 +73,10 @@ class PixelModel(Task):
         embedding_std: float = 1.0,
         ordinal_embedding: bool = False,
         score_first: bool = True,
+        decay_biases_and_gains: bool = True,
     ) -> None:
         check_backbone(backbone, causal=True)
-        super().__init__(optimizer, lr_scheduler)
+        super().__init__(optimizer, lr_scheduler, decay_biases_and_gains)
         self.image_shape = tuple(image_shape)
         self.n_levels = n_levels
         self.n_dims = image_shape[0] * image_shape[1] * image_shape[2]

@@ -109,6 +109,7 @@ class SequenceToSequence(Task):
         auxiliary_weight: Weight of auxiliary losses of the attention.
         optimizer: Makes the optimiser from the parameters. Default: torch.optim.RAdam.
         lr_scheduler: Makes the schedule from the optimiser; it steps once an optimiser step.
+        decay_biases_and_gains: Whether weight decay also applies to biases and to the gains of norms: see `Task`.
 
     Raises:
         ValueError: If an option is out of range, or the vocabularies can't be shared.
@@ -136,8 +137,9 @@ class SequenceToSequence(Task):
         optimizer: OptimizerCallable | None = None,
         lr_scheduler: LRSchedulerCallable | None = None,
         length_norm: LengthNorm = "gnmt",
+        decay_biases_and_gains: bool = True,
     ) -> None:
-        super().__init__(optimizer, lr_scheduler)
+        super().__init__(optimizer, lr_scheduler, decay_biases_and_gains)
         probabilities(label_smoothing=label_smoothing)
         at_least(1, decode_every_n_epochs=decode_every_n_epochs, max_output_len=max_output_len)
         if tie not in ("none", "target", "all"):

@@ -71,6 +71,7 @@ class SpeechRecognizer(Task):
         auxiliary_weight: Weight of auxiliary losses of the attention.
         optimizer: Makes the optimiser from the parameters. Default: torch.optim.RAdam.
         lr_scheduler: Makes the schedule from the optimiser: see `Task`.
+        decay_biases_and_gains: Whether weight decay also applies to biases and to the gains of norms: see `Task`.
 
     Raises:
         ValueError: If an option is out of range, `phones` and `folded` do not match, or `look_ahead` is given with a
@@ -94,9 +95,10 @@ class SpeechRecognizer(Task):
         auxiliary_weight: float = 1.0,
         optimizer: OptimizerCallable | None = None,
         lr_scheduler: LRSchedulerCallable | None = None,
+        decay_biases_and_gains: bool = True,
     ) -> None:
         check_backbone(backbone)
-        super().__init__(optimizer, lr_scheduler)
+        super().__init__(optimizer, lr_scheduler, decay_biases_and_gains)
         self.phones = tuple(phones)
         self.folded = self.phones if folded is None else tuple(folded)
         _check_phones(self.phones, self.folded)

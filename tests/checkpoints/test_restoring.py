@@ -89,6 +89,16 @@ def test_an_optimiser_of_two_goes_on():
             check_optimizer(changed, new, "it", has_stepped=True)
 
 
+def test_other_groups_of_parameters_are_said_in_a_line():
+    """Such as those of a run before gates had no weight decay, or with the other `decay_biases_and_gains`."""
+    new, saved = stepped(torch.optim.AdamW)
+    (group,) = saved["param_groups"]
+    for first in (1, 3):
+        groups = [{**group, "params": [*range(first)]}, {**group, "params": [*range(first, 5)]}]
+        with pytest.raises(ValueError, match=rf"have {first} \+ {5 - first} parameters.* 5: .*--init_weights in place"):
+            check_optimizer({**saved, "param_groups": groups}, new, "it", has_stepped=True)
+
+
 def test_states_may_be_divided_among_processes(tmp_path: Path):
     new, saved = stepped(torch.optim.Adam, lr=0.1)
     parts = Parts(divide({"optimizer_states": [saved]}, tmp_path / "last.ckpt", 2))

@@ -277,7 +277,8 @@ HEADS = partial(ShardedStrategy, tensor_parallel_size=P)
 def run(folder: Path, steps: int, strategy: Any, ckpt_path: Path | None = None, kind: Any = PERFORMER) -> Path:
     """Train to a step; return the last checkpoint."""
     torch.manual_seed(0)
-    task = PixelModel(stack(kind, gradient_checkpointing=True), (2, 3, 2), n_levels=V)
+    backbone, adamw = stack(kind, gradient_checkpointing=True), partial(torch.optim.AdamW, weight_decay=0.1)
+    task = PixelModel(backbone, (2, 3, 2), n_levels=V, optimizer=adamw, decay_biases_and_gains=False)
     redraw = [FeatureRedraw(1)] if hasattr(kind(E, H), "redraw") else []
     callbacks = [*redraw, ClipEachParameter(0.1), CheckFinite(), RandomStates(), LastCheckpoint(keep=4)]
     trainer = pl.Trainer(

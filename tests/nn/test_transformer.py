@@ -12,6 +12,7 @@ from lit_effattn.attention import (
     InfiniteAttention,
     LinearAttention,
     LinearCrossAttention,
+    Mamba2Attention,
     PerformerCrossAttention,
     ShawAttention,
     SoftmaxAttention,
@@ -349,6 +350,26 @@ def test_initial_values_of_a_decoder():
     for name, linear in matrices(model).items():
         expected = 0.02 / math.sqrt(3 * 8) if name.endswith((".out_proj", ".down")) else 0.02
         assert linear.weight.std().item() == pytest.approx(expected, rel=0.05), name
+
+
+@pytest.mark.parametrize(("init", "last"), [("gpt2", 1 / math.sqrt(2 * 3)), ("normal", 1.0)])
+def test_mamba2_keeps_the_start_of_its_projections(init: str, last: float):
+    """Its gated norm then hardly sees ε, 10⁻⁵, at small widths too."""
+    torch.manual_seed(5)
+    expected = Mamba2Attention(64, 4, qk_dim=16)
+    torch.manual_seed(5)
+    block = (model := Transformer(64, 4, 3, attention=partial(Mamba2Attention, qk_dim=16), init=init)).blocks[0]
+    for name, p in expected.named_parameters():
+        factor = last if name == "out_proj.weight" else 1.0
+        assert torch.equal(block.attention.get_parameter(name), factor * p), name
+    assert block.feed_forward.up.weight.std().item() == pytest.approx(0.02, rel=0.05)
+    normed: list[torch.Tensor] = []
+    for b in model.blocks:
+        b.attention.norm.register_forward_pre_hook(
+            lambda norm, args: normed.append(args[0].flatten(2) * norm.activation(args[1]))
+        )
+    model(torch.randn(2, 50, 64))
+    assert all(y.square().mean() > 100 * 1e-5 for y in normed)
 
 
 def test_initial_values_of_xavier():

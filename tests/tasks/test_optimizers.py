@@ -1,4 +1,4 @@
-"""Muon for hidden matrices and AdamW for the rest, as one optimiser."""
+"""Which parameters have weight decay; Muon for hidden matrices and AdamW for the rest, as one optimiser."""
 
 from functools import partial
 from io import BytesIO
@@ -9,12 +9,22 @@ import torch
 import yaml
 from torch import Tensor, nn
 
-from lit_effattn import LSTM, LanguageModel, PixelModel, SequenceToSequence, Transformer
-from lit_effattn.attention import ShawAttention, SoftmaxCrossAttention, TransformerXLAttention
+from lit_effattn import LSTM, LanguageModel, PixelModel, SequenceToSequence, SpeechRecognizer, Transformer
+from lit_effattn.attention import (
+    DeltaNetAttention,
+    GatedDeltaNetAttention,
+    KimiDeltaAttention,
+    Mamba2Attention,
+    ShawAttention,
+    SoftmaxAttention,
+    SoftmaxCrossAttention,
+    TransformerXLAttention,
+    WindowedLinearAttention,
+)
 from lit_effattn.attention.positions import LearnedPositions
 from lit_effattn.cli import main
 from lit_effattn.nn.encoder_decoder import EncoderDecoder
-from lit_effattn.tasks.optimizers import MuonWithAdamW, hidden_matrices
+from lit_effattn.tasks.optimizers import MuonWithAdamW, hidden_matrices, without_decay
 from lit_effattn.tasks.schedules import WarmupStableDecay
 from tests.support.commands import assert_same_end, last, spec
 
@@ -76,12 +86,89 @@ def test_each_parameter_takes_the_step_of_its_rule():
             lambda: LanguageModel(LSTM(8, 2), 9),
             {f"backbone.layers.{i}.weight_{x}" for i in (0, 1) for x in ("ih", "hh")},
         ),
+        (
+            lambda: SpeechRecognizer(Transformer(8, 2, 1, attention=DeltaNetAttention), 5, ("a", "b"), look_ahead=2),
+            {f"backbone.module.blocks.0.attention.{x}_proj.weight" for x in ("q", "k", "v", "out", "beta")}
+            | {f"backbone.module.blocks.0.feed_forward.{x}.weight" for x in ("up", "down")},
+        ),
     ],
-    ids=["transformer_xl", "shaw", "lstm"],
+    ids=["transformer_xl", "shaw", "lstm", "convolutions"],
 )
 def test_hidden_matrices_are_those_of_the_backbone(made, expected: set[str]):
     task = made()
     assert names(task, hidden_matrices(task)) == expected
+
+
+GATES = {
+    Mamba2Attention: ("a_log", "dt_bias", "skip"),
+    GatedDeltaNetAttention: ("a_log", "dt_bias"),
+    KimiDeltaAttention: ("a_log", "dt_bias"),
+    WindowedLinearAttention: ("mixing",),
+    SoftmaxAttention: (),
+}
+
+
+def without(made: LanguageModel) -> set[str]:
+    """Return the names of the parameters that steps without gradients leave as they are, and check all the others."""
+    configured = made.configure_optimizers()
+    optimizer = configured["optimizer"] if isinstance(configured, dict) else configured
+    before = {name: p.detach().clone() for name, p in made.named_parameters()}
+    for p in made.parameters():
+        p.data += 1  # decay leaves zeros alone
+        p.grad = torch.zeros_like(p)
+    optimizer.step()
+    rate = 0.5 * 0.25
+    for name, p in made.named_parameters():
+        if not torch.equal(p, before[name] + 1):
+            torch.testing.assert_close(p.detach(), (1 - rate) * (before[name] + 1))
+    return {name for name, p in made.named_parameters() if torch.equal(p, before[name] + 1)}
+
+
+@pytest.mark.parametrize("kind", GATES)
+@pytest.mark.parametrize("optimizer", [torch.optim.AdamW, MuonWithAdamW])
+def test_weight_decay_does_not_apply_to_gates(kind, optimizer):
+    """Nor to biases and gains, if the option says so."""
+    backbone = Transformer(8, 2, 2, attention=partial(kind, bias=True))
+    adamw = partial(optimizer, lr=0.5, weight_decay=0.25)
+    gates = {f"backbone.blocks.{i}.attention.{name}" for i in (0, 1) for name in GATES[kind]}
+    assert without(LanguageModel(backbone, 9, optimizer=adamw)) == gates
+    made = LanguageModel(backbone, 9, optimizer=adamw, decay_biases_and_gains=False)
+    vectors = {name for name, _ in made.named_parameters() if name.split(".")[-1] in ("bias", "gain") or "norm" in name}
+    assert without(made) == gates | vectors
+
+
+def test_biases_and_gains_are_those_of_every_kind_of_layer():
+    made = LanguageModel(Transformer(8, 2, 1, attention=TransformerXLAttention, norm_kind="rms"), 9)
+    exempt = names(made, without_decay(made, decay_biases_and_gains=False))
+    assert {"backbone.blocks.0.attention.u", "backbone.blocks.0.attention.v", "backbone.norm.weight"} < exempt
+    assert not [name for name in exempt if name.endswith("weight") and "norm" not in name]
+    made = LanguageModel(LSTM(8, 1), 9)
+    assert names(made, without_decay(made, decay_biases_and_gains=False)) == {
+        "backbone.layers.0.bias",
+        "head.proj.bias",
+    }
+
+
+def test_groups_are_divided_only_where_there_is_decay():
+    made = LanguageModel(Transformer(8, 2, 1, attention=Mamba2Attention), 9)
+    sizes = []
+    for optimizer in (torch.optim.RAdam, partial(torch.optim.AdamW, weight_decay=0.1), torch.optim.Rprop):
+        made._optimizer = optimizer
+        sizes.append([len(group["params"]) for group in made.configure_optimizers().param_groups])
+    n = len(list(made.parameters()))
+    assert sizes == [[n], [n - 3, 3], [n]]
+
+
+def test_a_module_can_name_only_its_own_parameters():
+    class Misspelt(Mamba2Attention):
+        no_weight_decay = ("a_logs",)
+
+    class OneName(Mamba2Attention):
+        no_weight_decay = "skip"
+
+    for kind in (Misspelt, OneName):
+        with pytest.raises(ValueError, match=rf"{kind.__name__}\.no_weight_decay=.*a_log, dt_bias, skip"):
+            without_decay(Transformer(8, 2, 1, attention=kind))
 
 
 def test_encoder_and_decoder_are_hidden_and_their_embeddings_are_not():

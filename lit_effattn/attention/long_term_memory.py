@@ -25,7 +25,7 @@ from lit_effattn.ops.continuous import (
     refit_matrix,
     width_divergence,
 )
-from lit_effattn.sequence import accumulator, may_overwrite, reads_values
+from lit_effattn.sequence import accumulator, reads_values
 
 Sampling = Literal["quantiles", "bins"]
 
@@ -109,11 +109,6 @@ def whole_segments(n: Tensor, size: int) -> Tensor:
     return (n // size).clamp(min=0)
 
 
-def _may_branch() -> bool:
-    """Whether a compiled step is traced, in which a branch may overwrite the state (from PyTorch 2.12 on)."""
-    return torch.compiler.is_exporting() and may_overwrite() and torch.__version__ >= "2.12"
-
-
 @dataclass(eq=False)
 class LongTermMemory:
     """Attention to a signal X̄(t) = Bᵀψ(t), t ∈ [0, 1], and the update of B: see `InfiniteAttention`.
@@ -181,35 +176,9 @@ class LongTermMemory:
             histogram=state.histogram.to(full),
             loss=torch.zeros_like(state.loss, dtype=full),
         )
-        if x.size(1) == 1 and _may_branch():
-            y, state = self._step(q.to(full), inputs, state, delay, training)
-        else:
-            groups = groups_of(state.length, seen, n=x.size(1), size=self.segment_len, delay=delay)
-            y, state = self._attend(q.to(full), groups, inputs, state, training)
+        groups = groups_of(state.length, seen, n=x.size(1), size=self.segment_len, delay=delay)
+        y, state = self._attend(q.to(full), groups, inputs, state, training)
         return self.out_proj(y.transpose(1, 2).flatten(2).to(x.dtype)), state  # (B, H, N, D) -> (B, N, E)
-
-    def _step(
-        self, q: Tensor, inputs: Tensor, state: InfiniteMemory, delay: int, training: bool
-    ) -> tuple[Tensor, InfiniteMemory]:
-        """Attend from one query (B, H, 1, D) in a traced step, which writes a segment only if one is due.
-
-        `_attend` would compute an update in each step, since a traced program can't choose its groups by their values.
-        """
-        number, before = (whole_segments(state.length - delay - i, self.segment_len) for i in (0, 1))  # (B,)
-        due, attends = number > before, number > 0
-
-        def write(coefficients: Tensor) -> Tensor:
-            end = torch.full_like(number, inputs.size(1) - 1 - delay)[:, None]  # (B, 1), the same in all rows
-            (fit,) = self._fits(inputs.to(q.dtype), end, number[:, None] == 1)
-            after = self._write(state._replace(coefficients=coefficients), fit, due, before, training)
-            coefficients.copy_(after.coefficients)
-            return due.any()  # a branch has to return a tensor
-
-        torch.cond(due.any(), write, lambda _: due.any(), (state.coefficients,))
-        state = state._replace(histogram=state.histogram.masked_fill(due[:, None], 0), counter=state.counter + due)
-        y, state = self._recall(q[:, None], state.coefficients[:, None], state, attends[:, None, None])
-        state = state._replace(loss=self.kl_weight * state.loss / self.n_heads)
-        return y[:, 0], state
 
     def _attend(
         self, q: Tensor, groups: Groups, inputs: Tensor, state: InfiniteMemory, training: bool

@@ -115,12 +115,12 @@ def generate_each(
             rows = [row for i, row in enumerate(rows) if i not in ended]
             places = torch.tensor([i for i in range(len(tokens)) if i not in ended], dtype=torch.long, device=device)
             state, tokens = select((state, tokens), places)
-            compiles, steps = None if compiles else compiles, None
+            compiles, steps = False, None
         else:
             if steps is None:
                 left = sum(limits[prompt] for prompt, _ in waiting) // len(rows)
                 left += min(limits[prompt] - t for prompt, _, t in rows)
-                steps = Steps(backbone, embed, head, device=device, n=left, compile=compiles)
+                steps = Steps(backbone, embed, head, device=device, compile=compiles)
             log_probs, state = steps(tokens[:, None], state)
             tokens = next_tokens(log_probs, rows)
     next(count, None)

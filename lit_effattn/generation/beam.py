@@ -78,7 +78,7 @@ def beam_search(
     length_norm: LengthNorm = "gnmt",
     n_best: int = 1,
     state: State | None = None,
-    compile: bool | None = None,
+    compile: bool = False,
     progress: Callable[[Iterable[int]], Iterable[int]] = iter,
 ) -> Hypotheses:
     """Search for the continuations Y of `prompt` X with the highest score.
@@ -117,7 +117,7 @@ def beam_search(
         n_best: Number of continuations to return, at most `beam`.
         state: The state of B rows before the prompt, such as a decoder's with a source; it is not changed. A state made
             with `max_len` is grown if it has too little room. None: no earlier positions.
-        compile: Whether the steps are compiled: see `generate`. None: on the CPU, if that saves time.
+        compile: Whether the steps are compiled: see `generate`.
         progress: Wraps the iterable of steps (rich's or tqdm's `track`). The search may end before the last step.
 
     Returns:
@@ -140,7 +140,7 @@ def beam_search(
     state = select(state, rows)  # a copy, which can be donated
     log_probs = head.log_probs(y[:, -1])[rows]  # (B, V) -> (B·k, V)
     padding = 0 if end is None else end
-    steps = Steps(backbone, embed, head, device=prompt.device, n=longest - 1, compile=compile)
+    steps = Steps(backbone, embed, head, device=prompt.device, compile=compile)
     live, finished = _begin(len(prompt), beam, longest, padding, prompt.device)
     for step in progress(range(longest)):
         check_log_probs(log_probs)

@@ -1,32 +1,63 @@
-"""Steps that a loop repeats: in Python, and on the CPU compiled once that saves time."""
+"""Steps that a loop repeats, in Python or as machine code.
+
+    log_probs, state = steps(tokens, state)
+
+On the CPU, `torch.export` traces a step and AOTInductor compiles it without the weights, in about 20 seconds. The
+library is a file in `~/.cache/lit-effattn/steps` ($XDG_CACHE_HOME), named by a hash of the traced program: every model
+with the same program uses it. After a change of the code, an option, the number of rows, PyTorch or the processor,
+another one is made.
+"""
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Callable
-from time import perf_counter
+import gc
+import hashlib
+import os
+import platform
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from lit_effattn.attention.base import Attention
-from lit_effattn.generation import packages
 from lit_effattn.nn.heads import Head
+from lit_effattn.ops.runtime import cpp_build
 from lit_effattn.ops.runtime.check_inductor import check_inductor
+from lit_effattn.ops.runtime.quiet import quiet
 from lit_effattn.sequence import SequenceModule, State, donated, map_tensors, tensors
 
-WARM_UP, MEASURED = 4, 16
-"""Numbers of calls before the measurement, and of its calls."""
+OPTIONS: dict[str, Any] = {"aot_inductor.package_constants_in_so": False, "always_keep_tensor_constants": True}
+"""AOTInductor's options: the weights are no part of a library."""
 
-WORTH_LOADING, WORTH_COMPILING = 15.0, 120.0
-"""Seconds that the remaining steps would take, from which on a library is looked for, and compiled."""
+Run = Callable[[Tensor, list[Tensor]], Tensor]
+"""`log_probs = run(tokens, the state's tensors)`, which are overwritten with those of the next state."""
 
-SLOWER = {2: 2.0, MEASURED: 1.1}
-"""Compiled ÷ Python's time, above which a library is left, by its number of calls: the fewer, the greater the error."""
+
+class Program(NamedTuple):
+    """A compiled step.
+
+    Args:
+        run: Its function.
+        shapes: The shapes that each of the state's tensors may have; None: any size along a dimension.
+    """
+
+    run: Run
+    shapes: Sequence[Sequence[int | None]]
+
+    def fits(self, state: Sequence[Tensor]) -> bool:
+        """Return whether the program was compiled for a state of these sizes."""
+        return all(
+            len(shape) == t.dim() and all(n in (None, m) for n, m in zip(shape, t.shape, strict=True))
+            for shape, t in zip(self.shapes, state, strict=True)
+        )
 
 
 class Steps:
-    """Calls of one step, compiled on the CPU if that saves time: see `generate`.
+    """Calls of one step.
 
         log_probs, state = steps(tokens, state)
 
@@ -35,8 +66,7 @@ class Steps:
         embed: (B, N) tokens -> (B, N, d_input).
         head: Maps the backbone's output to a distribution.
         device: The tokens' device.
-        n: Number of calls to come.
-        compile: Whether the steps are compiled. None: on the CPU, if the measured steps say that it saves time.
+        compile: Whether the steps are compiled.
 
     Raises:
         ValueError: If `compile` is True, and the machine does not support it.
@@ -49,20 +79,15 @@ class Steps:
         head: Head,
         *,
         device: torch.device,
-        n: int,
-        compile: bool | None = None,
+        compile: bool = False,
     ) -> None:
         if compile and device.type != "cpu":
             raise ValueError(f"compile=True supports these steps on the CPU alone, not on {device}; leave it out")
         if compile:
             check_inductor("compile=True", device)
-        self._backbone, self._embed, self._head = backbone, embed, head
-        self._forced = bool(compile)
-        self._decides = compile is None and device.type == "cpu"
-        self._remaining = n
-        self._python, self._compiled = _Clock(WARM_UP), _Clock(1)
-        self._program: packages.Program | None = None
-        self._state: State = None  # of the program
+        self._backbone, self._embed, self._head, self._compile = backbone, embed, head, compile
+        self._program: Program | None = None
+        self._state: State = None  # what the program overwrites
         self._tensors: list[Tensor] = []  # the state's
 
     def __call__(self, tokens: Tensor, state: State) -> tuple[Tensor, State]:
@@ -76,73 +101,23 @@ class Steps:
             (B, L), and the next state.
 
         Raises:
-            ValueError: If `compile` is True, and the step can't be compiled.
+            ValueError: If the step can't be compiled.
         """
-        tokens = tokens.clone(memory_format=torch.contiguous_format)  # a program is made for certain strides
-        if self._is_worthwhile() if self._program is None else state is not self._state:
-            state = self._bind(tokens, state)
-        begin = perf_counter()
-        if self._program is None:
+        if not self._compile:
             with donated():
                 y, state = self._backbone(self._embed(tokens), state)
-                log_probs = self._head.log_probs(y[:, -1])
-            self._python.add(perf_counter() - begin)
-        else:
-            log_probs = self._program(tokens, self._tensors)
-            self._compiled.add(perf_counter() - begin)
-            limit = SLOWER.get(self._compiled.calls) if self._decides else None
-            if limit is not None and self._compiled.each > limit * self._python.each:
-                self._program, self._decides = None, False
-        self._remaining -= 1
-        return log_probs, state
-
-    def _is_worthwhile(self) -> bool:
-        """Return whether to look for a library now: once, after the measured calls."""
-        measured = self._decides and self._python.calls == MEASURED
-        return self._forced or (measured and self._python.each * self._remaining >= WORTH_LOADING)
-
-    def _bind(self, tokens: Tensor, state: State) -> State:
-        """Return `state` in a form that the program can overwrite. Look for a program if there is none that fits."""
-        self._state = apart(state)
-        self._tensors = list(tensors(self._state))
-        if self._program is None or not self._program.fits(self._tensors):
-            self._program = self._library(tokens)
-        return self._state
-
-    def _library(self, tokens: Tensor) -> packages.Program | None:
-        step = packages.Step(self._backbone, self._embed, self._head, self._state)
-        may_compile = self._forced or self._python.each * self._remaining >= WORTH_COMPILING
-        try:
-            if may_compile and not self._forced:
-                check_inductor("compile", tokens.device)
-            return packages.program(step, tokens, self._tensors, may_compile=may_compile)
-        except (packages.CompilationError, ValueError) as error:
-            if self._forced:
-                raise refusal(self._backbone, error) from error
-            warnings.warn(f"Generation goes on without compiled steps, which are faster: {error}", stacklevel=3)
-            return None
-
-
-class _Clock:
-    """The mean time of a call, without the first ones.
-
-    Args:
-        skipped: Number of the first calls.
-    """
-
-    def __init__(self, skipped: int) -> None:
-        self.calls, self._seconds = -skipped, 0.0
-
-    def add(self, seconds: float) -> None:
-        """Add a call."""
-        self.calls += 1
-        if self.calls > 0:
-            self._seconds += seconds
-
-    @property
-    def each(self) -> float:
-        """Seconds."""
-        return self._seconds / self.calls
+            return self._head.log_probs(y[:, -1]), state
+        tokens = tokens.clone(memory_format=torch.contiguous_format)  # a program is made for certain strides
+        if self._program is None or state is not self._state:
+            self._state = apart(state)
+            self._tensors = list(tensors(self._state))
+            if self._program is None or not self._program.fits(self._tensors):
+                try:
+                    step = Step(self._backbone, self._embed, self._head, self._state)
+                    self._program = program(step, tokens, self._tensors)
+                except CompilationError as error:
+                    raise refusal(self._backbone, error) from error
+        return self._program.run(tokens, self._tensors), self._state
 
 
 def apart(state: State) -> State:
@@ -165,3 +140,135 @@ def refusal(backbone: SequenceModule, error: Exception) -> ValueError:
         f"compile=True: a step of {type(backbone).__name__} ({kinds}) can't be compiled; leave compile out. "
         f"{type(error).__name__}: {error}"
     )
+
+
+class CompilationError(Exception):
+    """A step can't be compiled. The message says why."""
+
+
+class Step(nn.Module):
+    """A step of generation, without the draw: a `Run` in Python.
+
+    Args:
+        backbone: Causal.
+        embed: (B, 1) tokens -> (B, 1, d_input).
+        head: Maps the backbone's output to a distribution.
+        state: A state, for its structure.
+    """
+
+    def __init__(self, backbone: SequenceModule, embed: Callable[[Tensor], Tensor], head: Head, state: State) -> None:
+        super().__init__()
+        self.backbone, self.embed, self.head, self._state = backbone, embed, head, state
+        self.owner = getattr(embed, "__self__", None)  # the module of which `embed` is a method
+
+    def forward(self, tokens: Tensor, state: list[Tensor]) -> Tensor:
+        """See `Run`."""
+        values = iter(state)
+        with donated():
+            y, after = self.backbone(self.embed(tokens), map_tensors(lambda _: next(values), self._state))
+            log_probs = self.head.log_probs(y[:, -1])
+        for old, new in zip(state, tensors(after), strict=True):
+            if new is not old:
+                old.copy_(new)
+        return log_probs
+
+
+@torch.no_grad()
+def program(step: Step, tokens: Tensor, state: Sequence[Tensor]) -> Program:
+    """Return the compiled form of `step`, for its present options and any values of its weights.
+
+    The weights are read in each call, at their present addresses. A library that is damaged is made again.
+
+    Args:
+        step: The step.
+        tokens: (B, 1).
+        state: The tensors of a state of B rows.
+
+    Raises:
+        CompilationError: If the step can't be traced, compiled or loaded.
+    """
+    exported = _traced(step, tokens, list(state))
+    path = cpp_build.private_folder("steps") / f"{_key(exported)}.pt2"
+    digest = path.with_suffix(".sha256")
+    try:
+        if not (path.exists() and digest.exists() and digest.read_text() == _digest(path)):
+            _compile(exported, path)
+            digest.write_text(_digest(path))
+        return Program(_loaded(path, exported), _shapes(exported))
+    except Exception as error:  # of any kind, from inductor, the C++ compiler or the loader
+        raise CompilationError(f"{type(error).__name__}: {error}") from error
+
+
+def _traced(step: Step, tokens: Tensor, state: list[Tensor]) -> torch.export.ExportedProgram:
+    """Trace `step`; the dimensions of `state` that grow with the positions may have any size."""
+    few, many = (step.backbone.initial_state(1, max_len=n, device=torch.device("meta")) for n in (64, 128))
+    dims = [
+        {i: torch.export.Dim.AUTO for i, (m, n) in enumerate(zip(a.shape, b.shape, strict=True)) if m != n}
+        for a, b in zip(tensors(few), tensors(many), strict=True)
+    ]
+    try:
+        with quiet():
+            return torch.export.export(step, (tokens, state), dynamic_shapes=({}, dims), strict=False)
+    except Exception as error:  # of any kind, from torch.export
+        reason = f"{type(error).__name__}: {error}"
+    finally:
+        gc.collect()  # see `interchange.export`: else configurations can't name the modules' classes by short names
+    raise CompilationError(reason)
+
+
+def _key(exported: torch.export.ExportedProgram) -> str:
+    """Return a hash of the program (operations, shapes, types), PyTorch, the processor, the compiler and options."""
+    compiler = (platform.machine(), _processor(), torch.get_num_threads(), cpp_build.compiler_version(), OPTIONS)
+    lines = [repr((torch.__version__, compiler)), str(exported.graph_signature)]
+    for node in exported.graph.nodes:
+        value = node.meta.get("val")
+        results = [t for t in (value if isinstance(value, list | tuple) else [value]) if isinstance(t, Tensor)]
+        layouts = [(t.dtype, t.shape, t.stride()) for t in results]
+        lines.append(f"{node.op} {node.name} {node.target} {node.args} {node.kwargs} {layouts}")
+    return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:32]
+
+
+def _processor() -> str:
+    """Return the processor's instructions, for all of which inductor compiles."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return platform.processor()
+    return next((line for line in lines if line.startswith(("flags", "Features"))), platform.processor())
+
+
+def _digest(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+def _compile(exported: torch.export.ExportedProgram, path: Path) -> None:
+    """Compile a program into the file `path`, which appears whole."""
+    print("Compiling a step of generation, once for this architecture: about 20 s", file=sys.stderr)
+    with quiet(), TemporaryDirectory(dir=path.parent) as folder:
+        part = Path(folder, path.name)
+        torch._inductor.aoti_compile_and_package(exported, package_path=str(part), inductor_configs={**OPTIONS})
+        with part.open("rb") as file:
+            os.fsync(file.fileno())
+        part.replace(path)
+
+
+def _loaded(path: Path, exported: torch.export.ExportedProgram) -> Run:
+    with quiet():
+        package = torch._inductor.aoti_load_package(str(path))
+    values = {**exported.state_dict, **{_name_in_package(name): t for name, t in exported.constants.items()}}
+    names = package.get_constant_fqns()
+    package.load_constants({name: values[name] for name in names}, check_full_update=True, user_managed=True)
+    return lambda tokens, state: package(tokens, state)
+
+
+def _shapes(exported: torch.export.ExportedProgram) -> list[list[int | None]]:
+    """Return the shapes of the state's tensors, with None for any size."""
+    given = set(exported.graph_signature.user_inputs)
+    inputs = [node.meta["val"] for node in exported.graph.nodes if node.op == "placeholder" and node.name in given]
+    return [[n if isinstance(n, int) else None for n in t.shape] for t in inputs[1:]]  # after the tokens
+
+
+def _name_in_package(name: str) -> str:
+    """Return what AOTInductor calls a constant of a traced program."""
+    _, lifted, number = name.rpartition("lifted_tensor_")
+    return f"_tensor_constant{number}" if lifted else name

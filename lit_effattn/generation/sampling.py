@@ -29,7 +29,7 @@ class SamplingOptions(TypedDict, total=False):
     top_k: int | None
     top_p: float | None
     seed: int
-    compile: bool | None
+    compile: bool
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class Sampling:
         top_k: Draw among the k likeliest tokens only.
         top_p: Draw among the likeliest tokens whose probabilities add up to p; at least one.
         seed: Seed of the random streams; equal seeds draw equal samples.
-        compile: Whether the steps are compiled: see `generate`. None: on the CPU, if that saves time.
+        compile: Whether the steps are compiled: see `generate`.
 
     Raises:
         ValueError: If an option is out of range.
@@ -51,7 +51,7 @@ class Sampling:
     top_k: int | None = None
     top_p: float | None = None
     seed: int = 0
-    compile: bool | None = None
+    compile: bool = False
 
     def __post_init__(self) -> None:
         """Check the options."""
@@ -176,11 +176,8 @@ def generate(
     are the same up to rounding. A prompt of several tokens is read without it. A compiled step reads all slots of the
     state, also empty ones, so a state that holds all positions starts with little room and grows.
 
-    On the CPU the program is a library of machine code, 2 to 14 times as fast for few rows. Compiling takes about 20 s
-    for each architecture and number of rows, and is done once: see `generation.packages`. None decides after some
-    steps: a library that is there is used if the remaining steps take more than 15 s, and one is compiled if they take
-    more than two minutes; if it turns out slower than Python, it is left. On CUDA, compiling takes up to a minute in
-    each process, and None is False.
+    On the CPU the program is a library of machine code, which is kept: see `generation.compiled`. On CUDA, compiling
+    takes up to a minute in each process.
 
     Args:
         backbone: Causal; see `SequenceModule`.
@@ -225,11 +222,7 @@ def generate(
     uniform = torch.stack(streams, 1).to(prompt.device)
     drawn = torch.empty(rows, n_tokens, dtype=torch.long, device=prompt.device)
     model = _Model(backbone, embed, head, sampling.temperature, sampling.top_k, sampling.top_p)
-    decides = sampling.compile is None and on_cpu and n_tokens >= LEAST_STEPS
-    if sampling.compile or decides:
-        steps = _compiled_steps(model, prompt, uniform, state, forced=not decides)
-    else:
-        steps = _steps(model, prompt, uniform, state)
+    steps = (_compiled_steps if sampling.compile else _steps)(model, prompt, uniform, state)
     for step, (tokens, after) in zip(progress(range(n_tokens)), steps, strict=False):
         drawn[:, step] = tokens
         if on_tokens is not None:
@@ -261,15 +254,11 @@ class _Model(NamedTuple):
 def _steps(model: _Model, prompt: Tensor, uniform: Tensor, state: State | None) -> Iterator[tuple[Tensor, State]]:
     """Yield the tokens (B,) drawn at each of `uniform` (n_tokens, B), and the state after all before them."""
     state = first_state(model.backbone, state, len(prompt), prompt.size(1) + len(uniform))
-    return _following(model, prompt, uniform, state)
-
-
-def _following(model: _Model, tokens: Tensor, uniform: Tensor, state: State) -> Iterator[tuple[Tensor, State]]:
     for u in uniform:
         with donated():
-            drawn, state = _step(model, tokens, u, state)
+            drawn, state = _step(model, prompt, u, state)
         yield drawn, state
-        tokens = drawn[:, None]
+        prompt = drawn[:, None]
 
 
 def first_state(backbone: SequenceModule, state: State | None, rows: int, more: int) -> State:
@@ -309,15 +298,12 @@ BACKEND = "inductor"
 LEAST_ROOM = 256
 """Number of positions that the first state of compiled generation has room for."""
 
-LEAST_STEPS = 256
-"""Number of tokens from which on `compile=None` measures whether compiled steps save time."""
-
 _MOST_PROGRAMS = 128
 """Limit of compiled programs, over all models, numbers of rows and sizes of state. Torch's default of 8 is too low."""
 
 
 def _compiled_steps(
-    model: _Model, prompt: Tensor, uniform: Tensor, state: State | None, *, forced: bool
+    model: _Model, prompt: Tensor, uniform: Tensor, state: State | None
 ) -> Iterator[tuple[Tensor, State]]:
     """Yield what `_steps` does. A step's inputs and outputs stay at the same address while the state has room.
 
@@ -326,7 +312,6 @@ def _compiled_steps(
         prompt: See `_steps`.
         uniform: See `_steps`.
         state: See `_steps`.
-        forced: Whether to compile in any case.
     """
     rows, n = prompt.shape
     on_cpu = _on_cpu(prompt.device)
@@ -334,7 +319,7 @@ def _compiled_steps(
     position = 0 if length is None else int(length.max())
     total = position + n + len(uniform)
     if on_cpu:
-        steps = Steps(*model[:3], device=prompt.device, n=len(uniform), compile=True if forced else None)
+        steps = Steps(*model[:3], device=prompt.device, compile=True)
 
     def room_of(positions: int) -> int:
         is_final = on_cpu and model.backbone.bounded_by is None
@@ -348,13 +333,10 @@ def _compiled_steps(
         yield drawn, state
         position, prompt, uniform = position + n, drawn[:, None], uniform[1:]
         if [t.shape for t in tensors(state)] != shapes:
-            if forced:
-                raise ValueError(
-                    "compile=True: the given state was made without max_len, so each step has other shapes; make it "
-                    "with max_len, or leave compile out"
-                )
-            yield from _following(model, prompt, uniform, state)
-            return
+            raise ValueError(
+                "compile=True: the given state was made without max_len, so each step has other shapes; make it "
+                "with max_len, or leave compile out"
+            )
     room, tokens, current = 0, prompt.clone(), torch.empty_like(uniform[:1]).view(-1)
     for u in uniform:
         if position == room or not room:

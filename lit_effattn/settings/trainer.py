@@ -42,7 +42,7 @@ class Trainer(pl.Trainer):
         temperature: float | None = None,
         top_k: int | None = None,
         top_p: float | None = None,
-        compile: bool | None = None,
+        compile: bool = False,
         complete: float | None = None,
         prompt: str | None = None,
         prompt_file: str | None = None,
@@ -81,8 +81,7 @@ class Trainer(pl.Trainer):
             top_k: Draw among the k likeliest levels or tokens only.
             top_p: Draw among the likeliest whose probabilities add up to p.
             compile: Whether each token is drawn by one compiled program, 2 to 14 times as fast for few rows on a CPU.
-                Compiling takes about 20 s for each architecture and `n`; the program is kept for later calls. Default:
-                on a CPU, if that saves time.
+                Compiling takes about 20 s for each architecture and `n`; the program is kept for later calls.
             complete: Images: erase this fraction of test images, from the bottom, and let the model complete them.
             prompt: Text: how it begins.
             prompt_file: Text: a file with its beginning.

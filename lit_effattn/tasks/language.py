@@ -517,7 +517,7 @@ class LanguageModel(Task):
         length_penalty: float = LENGTH_PENALTY,
         length_norm: LengthNorm = "gnmt",
         n_best: int = 1,
-        compile: bool | None = None,
+        compile: bool = False,
         progress: Callable[[Iterable[int]], Iterable[int]] = iter,
     ) -> Hypotheses:
         """Search for the likeliest continuations of each row of `prompt` (B, P): see `beam.beam_search`."""

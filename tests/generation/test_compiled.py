@@ -1,4 +1,4 @@
-"""When steps are compiled: by the measured time of Python's, and of the compiled ones."""
+"""Compiled steps on the CPU: the same numbers, and one library for a program."""
 
 from collections.abc import Callable
 from functools import partial
@@ -6,96 +6,152 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import Tensor, nn
 
-from lit_effattn.attention import SoftmaxAttention
-from lit_effattn.generation import compiled, generate_each, packages, sampling
+from lit_effattn import Transformer
+from lit_effattn.attention import LinearAttention, SoftmaxAttention
+from lit_effattn.generation import compiled
 from lit_effattn.generation.beam import beam_search
-from lit_effattn.generation.packages import Program
+from lit_effattn.generation.compiled import Step, Steps, program
 from lit_effattn.generation.sampling import generate
-from tests.generation.test_packages import around, stack
+from lit_effattn.nn.heads import CategoricalHead
+from lit_effattn.sequence import SequenceModule, tensors
+from tests.laws.cases import CAUSAL, Case
+from tests.laws.tools import each
+
+Made = tuple[SequenceModule, Callable[[Tensor], Tensor], CategoricalHead]
 
 
-@pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
-    """Set the seconds of a step."""
-    monkeypatch.setattr(sampling, "LEAST_STEPS", 40)
-    monkeypatch.setattr(compiled, "check_inductor", lambda asked, device: None)
-    times = [0.0, 0.0]
-
-    def now() -> float:
-        times[0] += times[1]
-        return times[0]
-
-    monkeypatch.setattr(compiled, "perf_counter", now)
-    return lambda seconds: times.__setitem__(1, seconds)  # asked before and after each step
+def around(backbone: SequenceModule, dtype: torch.dtype = torch.double) -> Made:
+    torch.manual_seed(2)
+    embed, head = nn.Embedding(7, backbone.d_input), CategoricalHead(backbone.d_model, 7)
+    with torch.no_grad():
+        head.proj.weight.mul_(5)
+    return backbone, embed.to(dtype), head.to(dtype)
 
 
-MEASURED = compiled.WARM_UP + compiled.MEASURED
+def stack(attention=LinearAttention, n_layers: int = 1, **options) -> SequenceModule:
+    torch.manual_seed(1)
+    return Transformer(8, 2, n_layers, attention=attention, init="pytorch", **options).double().eval()
 
 
-@pytest.mark.parametrize(
-    ("seconds", "there", "compiled", "used"),
-    [
-        (14.9, True, 0, False),  # what remains is too short to look for a library
-        (15.1, True, 0, True),
-        (15.1, False, 0, False),
-        (119, False, 0, False),  # too short to make one
-        (121, False, 1, True),
-    ],
-)
-def test_compiled_if_what_remains_takes_long(
-    seconds: float, there: bool, compiled: int, used: bool, interpreted: list[Path], clock, monkeypatch
-):
-    made, prompt, n = around(stack()), torch.zeros(2, 1, dtype=torch.long), 60
-    expected = generate(*made, prompt, n, compile=False)
-    if there:
+def step_of(made: Made, rows: int = 2, max_len: int = 64) -> tuple[Step, Tensor, list[Tensor]]:
+    state = made[0].initial_state(rows, max_len=max_len)
+    leaves = [t.clone() for t in tensors(state)]
+    return Step(*made, state), torch.zeros(rows, 1, dtype=torch.long), leaves
+
+
+# Sizes are symbols where a state grows, and the ∞-former's tables are made in its first call. That no step looks at a
+# number is tested for every kind in tests/laws/test_devices.py.
+TRACED = {
+    "SoftmaxAttention",
+    "SparseAttention-stride=4",
+    "LSHAttention-n_hashes=2-n_buckets=4-chunk_size=2",
+    "InfiniteAttention-mem_len=4-segment_len=3-n_basis=10-widths=(0.1,)-n_samples=7-sticky=True-n_bins=6-gate=True",
+    "Decoder",
+}
+
+
+@each(CAUSAL, TRACED)
+def test_traced_steps_draw_the_same_tokens(case: Case, interpreted: list[Path]):
+    """In states that begin small and grow, with one program, after a prompt of one token or three."""
+    made = around(case.build())
+    for prompt in (torch.randint(7, (2, 1)), torch.randint(7, (2, 3))):
+        assert torch.equal(generate(*made, prompt, 24, compile=True), generate(*made, prompt, 24))
+    assert len(interpreted) == 1
+
+
+@pytest.mark.slow
+def test_a_library_of_machine_code(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    """It reads the weights that the model has now; another process finds it; a damaged one is made again."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    compiled.cpp_build.private_folder.cache_clear()
+    made, prompt = around(stack([SoftmaxAttention, LinearAttention], n_layers=2)), torch.zeros(2, 1, dtype=torch.long)
+    assert torch.equal(generate(*made, prompt, 70, compile=True), generate(*made, prompt, 70))
+    assert "about 20 s" in capsys.readouterr().err
+    (file,) = tmp_path.rglob("*.pt2")
+    assert file.stat().st_size < 4e6  # no weights
+    with torch.no_grad():
+        made[2].proj.weight.mul_(-1)
+    made_again: list[Path] = []
+    monkeypatch.setattr(compiled, "_compile", lambda exported, path: made_again.append(path))
+    assert torch.equal(generate(*made, prompt, 70, compile=True), generate(*made, prompt, 70))
+    assert not made_again
+    file.write_bytes(file.read_bytes()[:1000])
+    with pytest.raises(ValueError, match="can't be compiled"):
+        generate(*made, prompt, 70, compile=True)
+    assert made_again == [file]
+    compiled.cpp_build.private_folder.cache_clear()
+
+
+def test_every_model_with_the_same_program_uses_one_library(interpreted: list[Path], monkeypatch: pytest.MonkeyPatch):
+    """Of any weights and room; not of another option, type, number of rows, processor or threads."""
+
+    def compiled_for(*args, **options) -> int:
+        program(*step_of(*args, **options))
+        return len(interpreted)
+
+    made = around(stack(SoftmaxAttention))
+    assert compiled_for(made) == 1
+    assert compiled_for(made, max_len=128) == 1
+    with torch.no_grad():
+        made[2].proj.weight.add_(1)
+    assert compiled_for(made) == 1
+    assert compiled_for(around(stack(SoftmaxAttention))) == 1
+    assert compiled_for(made, rows=3) == 2
+    assert compiled_for(around(stack(SoftmaxAttention, norm_eps=1e-3))) == 3
+    assert compiled_for(around(stack(SoftmaxAttention).float(), torch.float)) == 4
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 99)
+    assert compiled_for(made) == 5
+    monkeypatch.setattr(compiled, "_processor", lambda: "flags: another")
+    assert compiled_for(made) == 6
+    monkeypatch.setattr(compiled.cpp_build, "compiler_version", lambda: "another")
+    assert compiled_for(made) == 7
+
+
+def test_searches_are_compiled(interpreted: list[Path]):
+    """Their states are reordered between steps, and every order uses one program."""
+    made, prompts = around(stack(SoftmaxAttention)), torch.randint(7, (2, 3))
+    search = partial(beam_search, *made, prompts, 9, beam=3, n_best=2)
+    torch.testing.assert_close(search(compile=True), search(compile=False))
+    assert len(interpreted) == 1
+
+
+def test_a_damaged_library_is_made_again(interpreted: list[Path]):
+    arguments = step_of(around(stack()))
+    program(*arguments)
+    for damage in (b"half", b""):
+        interpreted[0].write_bytes(damage)
+        program(*arguments)
+    assert len(interpreted) == 3
+    interpreted[0].with_suffix(".sha256").unlink()
+    program(*arguments)
+    assert len(interpreted) == 4
+    program(*arguments)
+    assert len(interpreted) == 4
+
+
+def test_a_failed_compilation_leaves_no_file(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    def fail(exported, package_path: str, **options: object) -> None:
+        Path(package_path).write_text("half")
+        raise RuntimeError("the disk is full")
+
+    monkeypatch.setattr(torch._inductor, "aoti_compile_and_package", fail)
+    with pytest.raises(RuntimeError, match="the disk is full"):
+        compiled._compile(None, tmp_path / "it.pt2")
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_step_that_reads_values_is_refused(interpreted: list[Path]):
+    class Looking(LinearAttention):
+        def attend(self, q, k, v, state, lengths):
+            assert q.sum().item() < 1e9
+            return super().attend(q, k, v, state, lengths)
+
+    made, prompt = around(stack(Looking)), torch.zeros(1, 1, dtype=torch.long)
+    with pytest.raises(ValueError, match=r"a step of Transformer \(Looking\) can't be compiled; leave compile out"):
         generate(*made, prompt, 1, compile=True)
-    before, calls = len(interpreted), []
-    call = Program.__call__
-    monkeypatch.setattr(Program, "__call__", lambda self, *args: calls.append(0) or call(self, *args))
-    clock(seconds / (n - MEASURED))
-    assert torch.equal(generate(*made, prompt, n), expected)
-    assert len(interpreted) - before == compiled
-    assert len(calls) == (1 + n - MEASURED if used else 0)  # once to compare
-
-
-def test_a_state_that_no_longer_fits_is_compiled_for_again(interpreted: list[Path], clock):
-    """If it was worth it before."""
-    made, tokens = around(stack()), torch.zeros(2, 1, dtype=torch.long)
-    steps = compiled.Steps(*made, device=tokens.device, n=10**6)
-    clock(1.0)
-    for rows in (2, 3):
-        state = made[0].initial_state(rows, max_len=64)
-        for _ in range(MEASURED + 1):
-            _, state = steps(tokens[:1].repeat(rows, 1), state)
-    assert len(interpreted) == 2
-
-
-def test_few_tokens_are_not_timed(interpreted: list[Path], clock):
-    clock(1e9)
-    generate(*around(stack()), torch.zeros(2, 1, dtype=torch.long), 39)
-    assert not interpreted
-
-
-def test_without_a_compiler_it_goes_on_and_says_so(interpreted: list[Path], clock, monkeypatch: pytest.MonkeyPatch):
-    def missing(asked: str, device: torch.device) -> None:
-        raise ValueError("there is no compiler")
-
-    clock(1e9)
-    monkeypatch.setattr(compiled, "check_inductor", missing)
-    made, prompt = around(stack()), torch.zeros(2, 1, dtype=torch.long)
-    with pytest.warns(UserWarning, match=r"goes on without compiled steps.*there is no compiler") as warned:
-        drawn = generate(*made, prompt, 60)
-    assert len(warned) == 1
-    assert torch.equal(drawn, generate(*made, prompt, 60, compile=False))
-
-
-def test_a_state_that_grows_with_each_step_goes_on_in_python(interpreted: list[Path], clock):
-    clock(1e9)
-    made, prompt = around(stack(SoftmaxAttention)), torch.zeros(2, 1, dtype=torch.long)
-    state = made[0].initial_state(2)
-    assert torch.equal(generate(*made, prompt, 60, state=state), generate(*made, prompt, 60, compile=False))
-    assert not interpreted
+    assert not Transformer.__subclasses__()  # the tracer's, which have the same name
 
 
 def test_tensors_that_share_memory_are_parted():
@@ -109,40 +165,6 @@ def test_tensors_that_share_memory_are_parted():
     assert torch.equal(parted[1][1], turned)
 
 
-@pytest.mark.parametrize(("ratio", "used"), [(1.0, None), (1.2, 16), (1.9, 16), (2.1, 2)])
-def test_a_library_that_is_slower_than_python_is_left(
-    ratio: float, used: int | None, interpreted: list[Path], clock, monkeypatch: pytest.MonkeyPatch
-):
-    made, prompt, n = around(stack()), torch.zeros(2, 1, dtype=torch.long), 60
-    calls, call = [], Program.__call__
-
-    def timed(self, *args):
-        clock(10 * ratio)
-        return call(self, *args)
-
-    monkeypatch.setattr(Program, "__call__", lambda self, *args: calls.append(0) or timed(self, *args))
-    clock(10)
-    assert torch.equal(generate(*made, prompt, n), generate(*made, prompt, n, compile=False))
-    assert len(calls) == 1 + (n - MEASURED if used is None else 1 + used)  # once to compare, once to warm up
-
-
 def test_other_devices_are_refused():
     with pytest.raises(ValueError, match="compile=True supports these steps on the CPU alone, not on meta"):
-        compiled.Steps(*around(stack()), device=torch.device("meta"), n=1, compile=True)
-
-
-@pytest.mark.exhaustive
-def test_one_library_for_searches_and_files_of_prompts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
-    """Of machine code, for the same number of rows."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    packages.cpp_build.private_folder.cache_clear()
-    made, prompts = around(stack(SoftmaxAttention)), torch.randint(7, (8, 3))
-    search = partial(beam_search, *made, prompts[:2], 9, beam=3, n_best=2)
-    found, expected = search(compile=True), search(compile=False)
-    assert torch.equal(found.tokens, expected.tokens)
-    torch.testing.assert_close(found.log_probs, expected.log_probs)
-    continued = partial(generate_each, *made, list(prompts), [5, 2, 9, 4, 3, 6, 7, 1], batch_size=6)
-    for drawn, other in zip(continued(compile=True), continued(compile=False), strict=True):
-        assert torch.equal(drawn, other)
-    assert len(list(tmp_path.rglob("*.pt2"))) == 1
-    packages.cpp_build.private_folder.cache_clear()
+        Steps(*around(stack()), device=torch.device("meta"), compile=True)

@@ -127,6 +127,15 @@ def build(name: str, vectors: Sequence[str] = ()) -> Path:
     return folder / file
 
 
+def compiler_version() -> str:
+    """Return what the C++ compiler prints for `--version`.
+
+    Raises:
+        CompilerError: If the compiler is missing or fails.
+    """
+    return _version(_compiler())
+
+
 def _compiler() -> list[str]:
     named = os.environ.get("CXX")
     for command in [named] if named else ["clang++", "g++"] if sys.platform == "darwin" else ["g++", "clang++"]:

@@ -19,6 +19,7 @@ import torch
 import yaml
 from lightning.fabric.accelerators import cuda
 from lightning.pytorch.accelerators import CPUAccelerator
+from torch import Tensor
 
 from lit_effattn import PixelModel
 from lit_effattn.attention import LinearAttention, SoftmaxAttention
@@ -27,7 +28,7 @@ from lit_effattn.checkpoints.runs import LAST
 from lit_effattn.cli import main
 from lit_effattn.cli.command import CLI, _Parser, _quieten, integers_first
 from lit_effattn.datamodules import PixelSequences
-from lit_effattn.generation import compiled, packages
+from lit_effattn.generation import compiled
 from lit_effattn.settings.arguments import Arguments
 from tests.support.cases import of_data_sets
 from tests.support.commands import (
@@ -167,14 +168,14 @@ def test_on_a_gpu_a_flag_and_a_variable_are_named_for_faster_products(
 
 
 def test_generating_writes_a_picture_and_the_levels(run: Path, monkeypatch: pytest.MonkeyPatch):
-    """Machine code is that of tests/generation/test_packages.py."""
+    """Machine code is that of tests/generation/test_compiled.py."""
     asked = []
 
-    def interpreted(step: packages.Step, *_: object, may_compile: bool) -> packages.Program:
-        asked.append(may_compile)
-        return packages.Program(torch.no_grad()(step), [])
+    def interpreted(step: compiled.Step, tokens: Tensor, state: list[Tensor]) -> compiled.Program:
+        asked.append(True)
+        return compiled.Program(torch.no_grad()(step), [t.shape for t in state])
 
-    monkeypatch.setattr(packages, "program", interpreted)
+    monkeypatch.setattr(compiled, "program", interpreted)
     monkeypatch.setattr(compiled, "check_inductor", lambda *_: None)
     main(["generate", "--ckpt_path", "last", "--n", "5", "--seed", "7"])
     assert not asked

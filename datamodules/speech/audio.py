@@ -1,5 +1,6 @@
 """Reading of recordings, whole or in part, at one sampling rate, with errors that name the file."""
 
+import codecs
 import math
 import os
 import struct
@@ -12,10 +13,15 @@ import soundfile
 import torch
 from torch import Tensor
 
+from lit_effattn.datamodules.speech.containers import ENDLESS, mpeg_frame, wrong_length
+
 MAX_SECONDS = 40.0
 """Longer recordings are rejected by default. LibriSpeech's longest utterance has 35 s."""
 
+_MAX_RATE = 768_000  # Hz, the highest of any recorder
+_MAX_PEAK = 100.0  # 40 dB above full scale; integers stored as floats reach 2¹⁵
 _MAX_WEIGHTS = 2 * 10**7  # of a resampling filter: 44,100 to 16,000 Hz needs 80,000, a damaged header's rate 10⁹
+_BLOCK = 2**20  # samples that are decoded at once
 _LARGEST_CHUNK = 2**20  # bytes of a chunk before the samples of a WAV stream
 _TOLERANCE = 0.1  # seconds that a part may extend beyond the end of its file, since manifests round
 
@@ -74,13 +80,8 @@ def read_audio(
         if fault := _header_fault(file, n, sample_rate, max_seconds, upsample):
             raise AudioError.of(path, *fault)
         file.seek(first)
-        samples = torch.from_numpy(file.read(n, dtype="float32"))  # (n,)
+        samples = torch.cat([*_decoded(path, file, n, _BLOCK)])  # (n,)
         rate = file.samplerate
-    if len(samples) < n:
-        message = f"it ends after {len(samples)} of {n} samples; it was cut off: get it again"
-        raise AudioError.of(path, "unreadable", message)
-    if not samples.isfinite().all():
-        raise AudioError.of(path, "unreadable", "some of its samples are not finite numbers; get it again")
     from torchaudio.functional import resample  # imported here to keep `--help` fast
 
     return samples if rate == sample_rate else resample(samples, rate, sample_rate)
@@ -93,12 +94,34 @@ def _opened(path: Path) -> Iterator[soundfile.SoundFile]:
         _check_file(path)
         # soundfile encodes a str as UTF-8, but a file name need not be UTF-8; bytes are passed on as they are.
         with soundfile.SoundFile(os.fsencode(path) if os.name == "posix" else path) as file:
+            if fault := wrong_length(path, file):
+                raise AudioError.of(path, "cut off", fault)
             yield file
     except soundfile.SoundFileError as error:
         raise AudioError.of(path, "unreadable", _unreadable(path, error)) from error
     except OSError as error:
         message = f"it cannot be opened ({error.strerror}); correct that, or leave it out"
         raise AudioError.of(path, "unreadable", message) from error
+
+
+def _decoded(path: Path, file: soundfile.SoundFile, n: int, block: int) -> Iterator[Tensor]:
+    """Yield the next `n` samples in blocks, as many as can be decoded, then raise AudioError if there are fewer."""
+    left = n
+    while left:
+        try:
+            samples = torch.from_numpy(file.read(min(block, left), dtype="float32"))
+        except soundfile.SoundFileError:  # within a damaged frame
+            samples = torch.empty(0)
+        if not len(samples):
+            message = f"only {n - left} of {n} samples can be decoded; it was cut off or damaged: get it again"
+            raise AudioError.of(path, "unreadable", message)
+        if not samples.isfinite().all():
+            raise AudioError.of(path, "unreadable", "some of its samples are not finite numbers; get it again")
+        if (peak := float(samples.abs().max())) > _MAX_PEAK:
+            message = f"its samples reach {peak:.3g}, but must lie in −1 … 1; divide them by their scale, such as 32768"
+            raise AudioError.of(path, "wrong scale", message)
+        yield samples
+        left -= len(samples)
 
 
 def _check_file(path: Path) -> None:
@@ -115,14 +138,15 @@ def _part(path: Path, file: soundfile.SoundFile, start: float, duration: float |
     """Return the first sample and the number of samples."""
     if file.frames == 0:
         raise AudioError.of(path, "empty", "it has no samples; get it again, or leave it out")
-    first = round(start * file.samplerate)
-    last = file.frames if duration is None else round((start + duration) * file.samplerate)
-    if not 0 <= first < min(last, file.frames) or last > file.frames + _TOLERANCE * file.samplerate:
-        part = f"{start:g} s to its end" if duration is None else f"{start:g} s to {start + duration:g} s"
-        seconds = file.frames / file.samplerate
-        message = f"{part} was requested, but it has {seconds:.2f} s; correct start and duration, or get the whole file"
-        raise AudioError.of(path, "not so long", message)
-    return first, min(last, file.frames) - first
+    rate, seconds = file.samplerate, file.frames / file.samplerate
+    end = seconds if duration is None else start + duration
+    if 0 <= start < seconds and start < end <= seconds + _TOLERANCE:  # False for NaN
+        first, last = round(start * rate), min(round(end * rate), file.frames)
+        if first < last:
+            return first, last - first
+    part = f"{start:g} s to its end" if duration is None else f"{start:g} s to {end:g} s"
+    message = f"{part} was requested, but it has {seconds:.2f} s; correct start and duration, or get the whole file"
+    raise AudioError.of(path, "not so long", message)
 
 
 def _header_fault(
@@ -132,6 +156,8 @@ def _header_fault(
     rate, seconds = file.samplerate, n / file.samplerate
     if file.channels != 1:
         return "several channels", f"it has {file.channels} channels, but must have one; convert it to mono"
+    if rate > _MAX_RATE:  # before the seconds: memory grows with the samples
+        return "odd sampling rate", f"its header states {rate} Hz, more than any recorder has; correct its header"
     if seconds > max_seconds:
         message = f"{seconds:.1f} s are more than max_seconds={max_seconds:g}; cut it into utterances, or raise "
         return "too long", message + "max_seconds"
@@ -159,18 +185,27 @@ def stream_audio(path: Path, sample_rate: int, block: int) -> Iterator[Tensor]:
     """Yield a recording in blocks of `block` samples, float32 in −1 … 1. Only one block is in memory.
 
     Raises:
-        AudioError: If the file is missing, empty or unreadable, has several channels, or another rate than
-            `sample_rate`: a stream is not resampled.
+        AudioError: As in `read_audio`, and for another rate than `sample_rate`: a stream is not resampled. A file that
+            was cut off in a way that its header does not show raises it after its last sample.
     """
     with _opened(path) as file:
         if file.channels != 1 or file.samplerate != sample_rate:
             message = f"it has {file.samplerate} Hz and {file.channels} channels, but the stream needs {sample_rate} Hz"
             raise AudioError.of(path, "other rate", f"{message} and one channel; convert it")
-        for samples in file.blocks(block, dtype="float32"):
-            yield torch.from_numpy(samples)
+        yield from _decoded(path, file, _part(path, file, 0.0, None)[1], block)
 
 
-def stream_pcm(file: BinaryIO, sample_rate: int, block: int) -> Iterator[Tensor]:
+_PIPE = Path("standard input")
+_EXTENSIBLE = 0xFFFE  # a WAV header whose coding is in a GUID
+_REMEDY = "name the file, or send it through ffmpeg -i - -ac 1 -ar {} -c:a pcm_s16le -f wav -"
+_MAGIC = {
+    **{b"fLaC": "FLAC", b"OggS": "Ogg", b"ID3": "MP3", b"FORM": "AIFF", b"RF64": "RF64", b"BW64": "BW64"},
+    **{b"RIFX": "big-endian WAV", b"riff": "Wave64", b".snd": "AU", b"caff": "CAF", b"NIST_1A": "SPHERE"},
+    **{b"wvpk": "WavPack", b"\x1aE\xdf\xa3": "Matroska or WebM", b"\x1f\x8b\x08": "gzip", b"PK\x03\x04": "ZIP"},
+}
+
+
+def stream_pipe(file: BinaryIO, sample_rate: int, block: int) -> Iterator[Tensor]:
     """Yield the sound of a pipe in blocks of `block` samples, float32 in −1 … 1.
 
     Args:
@@ -179,33 +214,73 @@ def stream_pcm(file: BinaryIO, sample_rate: int, block: int) -> Iterator[Tensor]
         block: Samples in a block; the last one may have fewer.
 
     Raises:
-        AudioError: If the header says another format, or is damaged.
+        AudioError: If it is a file of another kind, the header states another format or is damaged, or there are fewer
+            samples than the header states.
     """
-    head = file.read(4)
-    if head == b"RIFF":
-        head = _after_wav_header(file, sample_rate)
-    while True:
-        data = head + file.read(2 * block - len(head))
-        head = b""
-        if len(data) < 2:
+    held, left = file.read(12), math.inf
+    if held[:4] == b"RIFF" and held[8:] == b"WAVE":
+        held, left = b"", _after_wav_header(file, sample_rate)
+    else:
+        mpeg, _ = mpeg_frame(held)
+        held += file.read(mpeg or (64 if _is_text(held) else 0))
+        if kind := _kind(held, mpeg):
+            message = f"this is {kind}; a pipe takes WAV of 16 bits or its samples alone: {_REMEDY.format(sample_rate)}"
+            raise AudioError.of(_PIPE, "other format", message)
+    stated, n = left, 0
+    while left > 1:
+        size = int(min(2 * block, left))
+        held += file.read(max(0, size - len(held)))
+        data, held = held[: min(size, len(held)) // 2 * 2], held[size:]
+        if not data:
+            if left < math.inf:
+                message = f"it ended after {n // 2} of {stated // 2} samples; it was cut off: send it again"
+                raise AudioError.of(_PIPE, "unreadable", message)
             return
-        yield torch.frombuffer(bytearray(data[: len(data) // 2 * 2]), dtype=torch.int16).float() / 2**15
+        yield torch.frombuffer(bytearray(data), dtype=torch.int16).float() / 2**15
+        left, n = left - size, n + len(data)
 
 
-def _after_wav_header(file: BinaryIO, sample_rate: int) -> bytes:
-    """Read to the first sample. The lengths in a stream's header are unknown to its writer, and are not used."""
-    name = Path("standard input")
-    # The first 16 bytes of the chunk `fmt `: PCM, 1 channel, the rate, bytes/s, 2 bytes, 16 bits.
-    expected = struct.pack("<HHIIHH", 1, 1, sample_rate, 2 * sample_rate, 2, 16)
-    file.read(8)  # the length, and WAVE
+def _kind(head: bytes, mpeg: int) -> str | None:
+    """Return what a pipe holds in place of samples, by its first bytes; None: samples.
+
+    Args:
+        head: The first bytes.
+        mpeg: The length of the MPEG frame that they would be, after which another one begins; 0: they are not one.
+    """
+    if mpeg:
+        return "MP3" if mpeg_frame(head[mpeg : mpeg + 4])[0] else None
+    if head[4:8] == b"ftyp":
+        return "MP4"
+    return next((kind for magic, kind in _MAGIC.items() if head.startswith(magic)), "text" if _is_text(head) else None)
+
+
+def _is_text(head: bytes) -> bool:
+    try:
+        text = codecs.getincrementaldecoder("utf-8")().decode(head)  # may end within a character
+    except UnicodeDecodeError:
+        return False
+    return len(head) >= 12 and all(character.isprintable() or character in "\t\r\n" for character in text)
+
+
+def _after_wav_header(file: BinaryIO, sample_rate: int) -> float:
+    """Read to the first sample, and return the bytes of samples; infinity: the writer did not know it."""
+    known = False
     while len(header := file.read(8)) == 8:
         kind, size = header[:4], int.from_bytes(header[4:], "little")
-        if kind == b"data":
-            return b""
-        if size > _LARGEST_CHUNK:
+        if kind == b"data" and known:
+            return size if 0 < size < ENDLESS else math.inf
+        if kind == b"data" or size > _LARGEST_CHUNK:
             break
         chunk = file.read(size + size % 2)
-        if kind == b"fmt " and chunk[:16] != expected:
-            message = f"its WAV header is not of {sample_rate} Hz, 16 bits and one channel; convert it"
-            raise AudioError.of(name, "other rate", message)
-    raise AudioError.of(name, "unreadable", "its WAV header is damaged; send the samples alone, or correct it")
+        if kind == b"fmt " and len(chunk) >= 16:
+            coding, channels, rate, _, _, bits = struct.unpack("<HHIIHH", chunk[:16])
+            if coding == _EXTENSIBLE:
+                coding = int.from_bytes(chunk[24:26], "little")  # the first bytes of the GUID
+            if (coding, channels, rate, bits) != (1, 1, sample_rate, 16):
+                message = (
+                    f"its WAV header is not of {sample_rate} Hz, 16 bits and one channel, but of {rate} Hz, {bits} "
+                )
+                message += f"bits, {channels} channels and coding {coding} (1: integers): {_REMEDY.format(sample_rate)}"
+                raise AudioError.of(_PIPE, "other rate", message)
+            known = True
+    raise AudioError.of(_PIPE, "unreadable", "its WAV header is damaged; send the samples alone, or correct it")

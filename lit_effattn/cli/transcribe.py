@@ -17,7 +17,7 @@ from lit_effattn.checkpoints.printable import printable
 from lit_effattn.checkpoints.runs import find_checkpoint, short
 from lit_effattn.checks import at_least
 from lit_effattn.datamodules.common.files import regular
-from lit_effattn.datamodules.speech.audio import stream_audio, stream_pcm
+from lit_effattn.datamodules.speech.audio import stream_audio, stream_pipe
 from lit_effattn.settings import parsers
 from lit_effattn.tasks.ctc import BeamDecoder
 from lit_effattn.tasks.kept_states import check_replaceable, load_stream, save_stream
@@ -111,4 +111,4 @@ def _sound(name: str, sample_rate: int, block_ms: int) -> Iterator[Tensor]:
         return stream_audio(Path(name), sample_rate, block)
     if sys.stdin is None:
         raise ValueError("-: the standard input is closed; send the sound through a pipe, or name a file")
-    return stream_pcm(sys.stdin.buffer, sample_rate, block)
+    return stream_pipe(sys.stdin.buffer, sample_rate, block)

@@ -10,7 +10,7 @@ import soundfile
 import torch
 
 from lit_effattn.datamodules import AudioError, read_audio
-from lit_effattn.datamodules.speech.audio import stream_audio, stream_pcm
+from lit_effattn.datamodules.speech.audio import stream_audio, stream_pipe
 
 RATE = 16_000
 
@@ -183,10 +183,10 @@ def wav(samples, rate=RATE, before=b""):
 def test_a_pipe_is_its_samples(before):
     samples = noise(1000)
     data = samples.astype("<i2").tobytes() if before is None else wav(samples, before=before)
-    blocks = list(stream_pcm(Pipe(data + b"\x01"), RATE, 300))  # an odd byte at the end
+    blocks = list(stream_pipe(Pipe(data + b"\x01"), RATE, 300))  # an odd byte at the end
     assert [len(block) for block in blocks] == [300, 300, 300, 100]
     assert (torch.cat(blocks).numpy() * 2**15 == samples).all()
-    assert list(stream_pcm(Pipe(b""), RATE, 300)) == []
+    assert list(stream_pipe(Pipe(b""), RATE, 300)) == []
 
 
 @pytest.mark.parametrize(
@@ -199,4 +199,4 @@ def test_a_pipe_is_its_samples(before):
 )
 def test_a_pipe_with_another_header(data, message):
     with pytest.raises(AudioError, match=message):
-        list(stream_pcm(Pipe(data), RATE, 300))
+        list(stream_pipe(Pipe(data), RATE, 300))

@@ -200,7 +200,14 @@ _EXTENSIBLE = 0xFFFE  # a WAV header whose coding is in a GUID
 _REMEDY = "name the file, or send it through ffmpeg -i - -ac 1 -ar {} -c:a pcm_s16le -f wav -"
 _MAGIC = {
     **{b"fLaC": "FLAC", b"OggS": "Ogg", b"ID3": "MP3", b"FORM": "AIFF", b"RF64": "RF64", b"BW64": "BW64"},
-    **{b"RIFX": "big-endian WAV", b"riff": "Wave64", b".snd": "AU", b"caff": "CAF", b"NIST_1A": "SPHERE"},
+    **{
+        b"RIFX": "big-endian WAV",
+        b"RIFF": "RIFF without WAVE",
+        b"riff": "Wave64",
+        b".snd": "AU",
+        b"caff": "CAF",
+        b"NIST_1A": "SPHERE",
+    },
     **{b"wvpk": "WavPack", b"\x1aE\xdf\xa3": "Matroska or WebM", b"\x1f\x8b\x08": "gzip", b"PK\x03\x04": "ZIP"},
 }
 
@@ -277,10 +284,8 @@ def _after_wav_header(file: BinaryIO, sample_rate: int) -> float:
             if coding == _EXTENSIBLE:
                 coding = int.from_bytes(chunk[24:26], "little")  # the first bytes of the GUID
             if (coding, channels, rate, bits) != (1, 1, sample_rate, 16):
-                message = (
-                    f"its WAV header is not of {sample_rate} Hz, 16 bits and one channel, but of {rate} Hz, {bits} "
-                )
-                message += f"bits, {channels} channels and coding {coding} (1: integers): {_REMEDY.format(sample_rate)}"
+                message = f"its WAV header states {rate} Hz, {channels} channels, {bits} bits and coding {coding}, but "
+                message += f"must be of {sample_rate} Hz, 1, 16 and 1 (integers): {_REMEDY.format(sample_rate)}"
                 raise AudioError.of(_PIPE, "other rate", message)
             known = True
     raise AudioError.of(_PIPE, "unreadable", "its WAV header is damaged; send the samples alone, or correct it")

@@ -59,7 +59,8 @@ def _wrong_end(path: Path) -> str | None:
     page = end.rfind(b"OggS")
     if page >= 0 and end[page + 14 : page + 18] != serial:
         return "it has several Ogg streams, one after the other; convert it to WAV or FLAC"
-    if page < 0 or len(end) < page + 27 or not end[page + 5] & 4:  # the flag of a stream's last page
+    lengths = end[page + 27 : page + 27 + end[page + 26]] if 0 <= page < len(end) - 26 else b""
+    if not lengths or len(end) < page + 27 + len(lengths) + sum(lengths) or not end[page + 5] & 4:  # 4: a last page
         return "its last Ogg page is missing; it was cut off: get it again, or convert it to WAV or FLAC"
     return None
 

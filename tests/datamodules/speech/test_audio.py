@@ -154,6 +154,136 @@ def test_a_low_rate_is_taken_where_asked_for(tmp_path):
     assert len(read_audio(path, sample_rate=8000)) == 8000
 
 
+def tone(seconds, rate=RATE):
+    return 0.3 * np.sin(2 * np.pi * 440 * np.arange(int(seconds * rate)) / rate)
+
+
+def compressed(path, samples, **options):
+    return write(path, samples, **{"rate": RATE, "format": path.suffix[1:].upper(), **options})
+
+
+def cut(path, share=0.5):
+    data = path.read_bytes()
+    path.write_bytes(data[: int(len(data) * share)])
+    return path
+
+
+def without_xing(path, samples):
+    """An MP3 of variable bit rate without its first frame, which has the number of frames."""
+    compressed(path, samples, bitrate_mode="VARIABLE", compression_level=0.3)
+    data = path.read_bytes()
+    path.write_bytes(data[data.index(b"\xff\xf3", 4) :])
+    return path
+
+
+QUIET_FIRST = np.concatenate([np.zeros(3 * RATE), noise(3 * RATE) / 2**15])
+
+
+@pytest.mark.parametrize(
+    ("name", "make", "message"),
+    [
+        ("a.mp3", lambda p: cut(compressed(p, tone(4))), r"states 4\.00 s, but it has 2\.\d\d s; it was cut off"),
+        ("a.mp3", lambda p: without_xing(p, QUIET_FIRST), r"has 6\.\d\d s; .*without a Xing header; convert it"),
+        ("a.mp3", lambda p: without_xing(p, QUIET_FIRST[::-1]), r"has 6\.\d\d s; .*without a Xing header; convert it"),
+        ("a.flac", lambda p: cut(compressed(p, noise(4 * RATE))), r"only \d+ of 64000 samples can be decoded"),
+        ("a.ogg", lambda p: cut(compressed(p, tone(4)), 0.7), "its last Ogg page is missing"),
+        ("a.ogg", lambda p: cut(compressed(p, tone(4), subtype="OPUS")), "its last Ogg page is missing"),
+        ("a.wav", lambda p: cut(compressed(p, noise(4 * RATE))), r"states 4\.00 s, but it has 2\.00 s; it was cut off"),
+        (
+            "a.wav",
+            lambda p: cut(compressed(p, noise(4 * RATE), subtype="IMA_ADPCM")),
+            r"states \d\.\d+ s, but it has 2",
+        ),
+        ("a.aiff", lambda p: cut(compressed(p, noise(4 * RATE))), r"states 4\.00 s, but it has 2\.00 s"),
+        ("a.au", lambda p: cut(compressed(p, noise(4 * RATE))), r"states 4\.00 s, but it has 2\.00 s"),
+        ("a.w64", lambda p: cut(compressed(p, noise(4 * RATE))), r"states 4\.00 s, but it has 2\.00 s"),
+        ("a.rf64", lambda p: cut(compressed(p, noise(4 * RATE))), r"states 4\.00 s, but it has 2\.00 s"),
+        ("a.sph", lambda p: cut(write_sphere(p, noise(4 * RATE))), r"states 4\.00 s, but it has 1\.9\d s"),
+    ],
+)
+def test_a_header_that_states_another_length_is_refused_by_every_reader(tmp_path, name, make, message):
+    path = make(tmp_path / name)
+    with pytest.raises(AudioError, match=message):
+        read_audio(path)
+    blocks = []
+    with pytest.raises(AudioError, match=message):
+        blocks.extend(stream_audio(path, RATE, 1000))
+    assert not blocks or name == "a.flac"  # elsewhere the header tells
+
+
+def two_oggs(path):
+    first, second = (bytearray(compressed(path, tone(1)).read_bytes()) for _ in range(2))
+    path.write_bytes(first + second.replace(second[14:18], b"2222"))  # another stream's serial number
+    return path
+
+
+def flac_of_a_pipe(path):
+    data = bytearray(compressed(path, noise(RATE)).read_bytes())
+    data[21:26] = bytes([data[21] & 0xF0, 0, 0, 0, 0])  # 36 bits: the number of samples, 0 if it is unknown
+    path.write_bytes(data)
+    return path
+
+
+def of_200_mhz(path):
+    """An Ogg file whose first page, of 58 bytes, states this rate, with the page's checksum by RFC 3533."""
+    data = compressed(path, np.zeros(10**6)).read_bytes()
+    page, crc = data[:22] + bytes(4) + data[26:40] + struct.pack("<I", 200_000_000) + data[44:58], 0
+    for byte in page:
+        crc ^= byte << 24
+        for _ in range(8):
+            crc = (crc << 1 ^ (0x04C11DB7 if crc >> 31 else 0)) & 0xFFFFFFFF
+    path.write_bytes(page[:22] + struct.pack("<I", crc) + page[26:] + data[58:])
+    return path
+
+
+def test_whole_files_are_read_whole(tmp_path):
+    """In each format, with other data around the sound, and with a length that the writer did not know."""
+    samples = noise(2 * RATE)
+    for name, options in {
+        "a.mp3": {},
+        "constant.mp3": {"bitrate_mode": "CONSTANT"},
+        "variable.mp3": {"bitrate_mode": "VARIABLE"},
+        "a.ogg": {},
+        "opus.ogg": {"subtype": "OPUS"},
+        "a.aiff": {},
+        "a.rf64": {},
+        "a.w64": {},
+        "a.au": {},
+        "a.wav": {"format": "WAVEX"},
+    }.items():
+        path = compressed(tmp_path / name, samples, **options)
+        assert len(read_audio(path)) == len(torch.cat([*stream_audio(path, RATE, 777)])) == 2 * RATE
+    path = tmp_path / "tagged.mp3"
+    path.write_bytes(b"ID3\x03\0\0\0\0\x07\x76" + bytes(1014) + (tmp_path / "a.mp3").read_bytes() + b"TAG" + bytes(125))
+    assert len(read_audio(path)) == 2 * RATE
+    path.write_bytes(wav(samples))
+    assert (read_audio(path).numpy() * 2**15 == samples).all()
+
+
+def values(*samples):
+    return lambda path: write(path, np.array(samples), subtype="DOUBLE")
+
+
+@pytest.mark.parametrize(
+    ("name", "make", "message"),
+    [
+        ("a.ogg", two_oggs, "it has several Ogg streams"),
+        ("a.flac", flac_of_a_pipe, "its header does not state its length"),
+        ("a.ogg", of_200_mhz, "its header states 200000000 Hz, more than any recorder has"),
+        ("a.wav", values(0.0, 1e38), r"its samples reach 1e\+38, but must lie in"),
+        ("a.wav", values(0.0, -32768.0), r"its samples reach 3\.28e\+04.*divide them by their scale"),
+        ("a.wav", values(0.0, 1e300), "not finite"),
+        ("a.wav", values(0.0, np.inf), "not finite"),
+    ],
+)
+def test_values_and_headers_that_mean_nothing_are_refused(tmp_path, name, make, message):
+    path = make(tmp_path / name)
+    with pytest.raises(AudioError, match=message):
+        read_audio(path)
+    with pytest.raises(AudioError, match=f"{message}|the stream needs"):
+        list(stream_audio(path, RATE, 1000))
+
+
 def test_a_stream_of_a_file_is_the_file(tmp_path):
     samples = noise(1000)
     path = write(tmp_path / "a.flac", samples)
@@ -179,24 +309,64 @@ def wav(samples, rate=RATE, before=b""):
     return header + before + struct.pack("<4sI", b"data", 2**32 - 1) + samples.astype("<i2").tobytes()
 
 
-@pytest.mark.parametrize("before", [None, b"", b"LIST\x03\x00\x00\x00abc\x00"], ids=["raw", "wav", "chunk"])
-def test_a_pipe_is_its_samples(before):
+LIST = b"LIST\x03\x00\x00\x00abc\x00"
+EXTENSIBLE = struct.pack(
+    "<HHIIHHHHIH14s", 0xFFFE, 1, RATE, 2 * RATE, 2, 16, 22, 16, 4, 1, b"\0\0\0\0\x10\0\x80\0\0\xaa\0\x38\x9b\x71"
+)
+
+
+def test_a_pipe_is_its_samples():
     samples = noise(1000)
-    data = samples.astype("<i2").tobytes() if before is None else wav(samples, before=before)
-    blocks = list(stream_pipe(Pipe(data + b"\x01"), RATE, 300))  # an odd byte at the end
-    assert [len(block) for block in blocks] == [300, 300, 300, 100]
-    assert (torch.cat(blocks).numpy() * 2**15 == samples).all()
+    pcm = samples.astype("<i2").tobytes()
+    data_chunk = struct.pack("<4sI", b"data", len(pcm)) + pcm
+    extensible = struct.pack("<4sI4s4sI", b"RIFF", 0, b"WAVE", b"fmt ", len(EXTENSIBLE)) + EXTENSIBLE + data_chunk
+    for data in (
+        pcm + b"\x01",  # an odd byte at the end
+        wav(samples),
+        wav(samples, before=LIST),
+        wav(samples)[:36] + data_chunk + LIST,
+        wav(samples)[:36] + data_chunk + b"id3 \x04\0\0\0abcd",
+        extensible,
+    ):
+        for block, sizes in ((300, [300, 300, 300, 100]), (16, [16] * 62 + [8])):
+            blocks = list(stream_pipe(Pipe(data), RATE, block))
+            assert [len(block) for block in blocks] == sizes
+            assert (torch.cat(blocks).numpy() * 2**15 == samples).all()
     assert list(stream_pipe(Pipe(b""), RATE, 300)) == []
+    syncs = np.full(900, 0xF3FF - 2**16, np.int16)  # each sample looks like the beginning of an MPEG frame
+    syncs[1] = 0x7FC4
+    assert (torch.cat([*stream_pipe(Pipe(syncs.tobytes()), RATE, 300)]).numpy() * 2**15 == syncs).all()
 
 
 @pytest.mark.parametrize(
     ("data", "message"),
     [
-        (wav(noise(10), rate=8000), "its WAV header is not of 16000 Hz, 16 bits and one channel"),
+        (wav(noise(10), rate=8000), "states 8000 Hz, 1 channels, 16 bits and coding 1, but must be of 16000 Hz, 1, 16"),
+        (wav(noise(10))[:20] + struct.pack("<H", 3) + wav(noise(10))[22:], "16 bits and coding 3"),
         (wav(noise(10))[:40], "its WAV header is damaged"),
+        (wav(noise(10))[:12] + wav(noise(10))[36:], "its WAV header is damaged"),  # without `fmt `
         (wav(noise(10), before=b"LIST\xff\xff\xff\xff"), "its WAV header is damaged"),
+        (wav(noise(10))[:40] + struct.pack("<I", 2000) + bytes(900), "ended after 450 of 1000 samples; it was cut off"),
+        (b"RIFF\0\0\0\0AVI LIST", "this is RIFF without WAVE"),
+        (b'{"audio_filepath": "a.wav"}\n', "this is text"),
+        ("Ѐ текст, не звук\n".encode() * 9, "this is text"),
+        (b"\0\0\0\x20ftypM4A \0\0\0\0", "this is MP4"),
+        (b"\x1f\x8b\x08\0\0\0\0\0\0\0\0\0", "this is gzip"),
     ],
 )
-def test_a_pipe_with_another_header(data, message):
-    with pytest.raises(AudioError, match=message):
+def test_a_pipe_of_something_else_is_refused(data, message):
+    with pytest.raises(AudioError, match=f"standard input: .*{message}"):
         list(stream_pipe(Pipe(data), RATE, 300))
+
+
+def test_a_pipe_of_another_container_is_refused(tmp_path):
+    for kind, options in {
+        **{"FLAC": {}, "Ogg": {}, "MP3": {}, "AIFF": {}, "RF64": {}, "CAF": {}, "AU": {}},
+        **{"Wave64": {"format": "W64"}, "SPHERE": {"format": "NIST"}},
+        "big-endian WAV": {"format": "WAV", "endian": "BIG"},
+    }.items():
+        path = compressed(tmp_path / f"a.{kind}", tone(1), **options)
+        with pytest.raises(
+            AudioError, match=f"this is {kind}; a pipe takes WAV of 16 bits .*ffmpeg -i - -ac 1 -ar 16000"
+        ):
+            list(stream_pipe(Pipe(path.read_bytes()), RATE, 300))

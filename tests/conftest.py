@@ -1,5 +1,6 @@
 import gc
 import os
+import signal
 
 import pytest
 import torch
@@ -11,6 +12,9 @@ cpp_build.private_folder("kernels")  # before tests change XDG_CACHE_HOME: kerne
 if not torch.cuda.is_available():
     # Triton asks once, when it is imported: its kernels then run in Python, so that they are tested without a GPU.
     os.environ.setdefault("TRITON_INTERPRET", "1")
+
+# A shell's background job ignores SIGINT, and so do its children: tests that send one need the default handler.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 for _device in (torch.cuda, torch.mtia, torch.xpu):
     if not _device.is_available():  # torch.manual_seed would keep a stack trace for each: 1 ms a call

@@ -28,7 +28,7 @@ commands:
   validate   score a checkpoint on the validation data
   test       score a checkpoint on the test data
   predict    score each test item separately, into a CSV file, or translate, pronounce, transcribe: predict INPUT ...
-  transcribe recognise phones while somebody speaks: transcribe FILE, or - for a microphone's pipe
+             predict --stream FILE: recognise phones while somebody speaks; -: a microphone's pipe
   generate   draw samples from a checkpoint
   convert    convert a folder of Hugging Face weights to a checkpoint, or back: convert FROM TO
   export     write a checkpoint for other programs: ONNX, torch.export or safetensors
@@ -70,10 +70,11 @@ TOOLS = {
     "compare": "lit_effattn.analysis.compare",
     "report": "lit_effattn.analysis.report.command",
     "sweep": "lit_effattn.analysis.sweep",
-    "transcribe": "lit_effattn.cli.transcribe",
     "export": "lit_effattn.cli.export",
 }
 """Commands with parsers of their own, and the modules that define them."""
+PREDICT_STREAM = "lit_effattn.cli.stream"
+"""The module that defines `predict --stream`."""
 CHECK = "check"
 LISTS = {
     "configs": ("lit_effattn.settings.shipped", "configs"),
@@ -139,7 +140,9 @@ def _main(args: list[str] | None) -> None:
     from lit_effattn.cli.command import UsageError, run
 
     def call() -> None:
-        if args[0] in TOOLS:
+        if _is_stream(args):
+            import_module(PREDICT_STREAM).stream(args[1:])
+        elif args[0] in TOOLS:
             getattr(import_module(TOOLS[args[0]]), args[0])(args[1:])
         else:
             run(args)
@@ -173,12 +176,18 @@ def _main(args: list[str] | None) -> None:
         fail(plain(in_flags(_message(error))))
 
 
+def _is_stream(args: list[str]) -> bool:
+    return args[0] == "predict" and any(arg.partition("=")[0] == "--stream" for arg in args)
+
+
 def _check_arguments(args: list[str]) -> None:
     """End the process where help is asked for or an argument is invalid, before what is slow to import."""
     if args[:2] == ["data", "prepare"]:
         parsers.prepare().parse_args(args[2:])
     elif args[0] == "sweep":  # which also takes the options of `fit`
         parsers.sweep().parse_known_args(args[1:])
+    elif _is_stream(args):
+        parsers.stream().parse_args(args[1:])
     elif args[0] in TOOLS:
         getattr(parsers, args[0])().parse_args(args[1:])
 

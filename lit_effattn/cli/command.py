@@ -91,7 +91,8 @@ _ABOUT = {
     "validate": "Score a checkpoint on the validation data.",
     "test": "Score a checkpoint on the test data.",
     "predict": "Score each test item separately, into a CSV file; or predict the arguments that are not options: texts "
-    "to translate, pronounce or classify, recordings to transcribe.",
+    "to translate, pronounce or classify, recordings to transcribe. Phones while somebody speaks: predict "
+    "--stream FILE, or - for a pipe; its options: predict --stream - --help.",
     "generate": "Draw samples from a checkpoint.",
 }
 _ABOUT_CHECKPOINT = "The checkpoint: its path, or `last` or `best` of the newest run."

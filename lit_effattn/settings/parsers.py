@@ -89,15 +89,16 @@ def sweep() -> argparse.ArgumentParser:
     return made
 
 
-def transcribe() -> argparse.ArgumentParser:
-    """Return the parser of `transcribe`."""
+def stream() -> argparse.ArgumentParser:
+    """Return the parser of `predict --stream`."""
     made = _parser(
-        "transcribe",
+        "predict",
         "Print the phones of a stream of sound as they are recognised. The model must be causal. "
-        "A microphone: arecord -t raw -f S16_LE -r 16000 | lit-effattn transcribe --ckpt_path best -",
+        "A microphone: arecord -t raw -f S16_LE -r 16000 | lit-effattn predict --ckpt_path best --stream -",
     )
     made.add_argument(
-        "input",
+        "--stream",
+        required=True,
         metavar="FILE",
         help="A recording, or - for the standard input: WAV or samples alone (16 bits, little-endian), one channel, at "
         "the sampling rate of the model.",

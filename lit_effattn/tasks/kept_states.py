@@ -113,7 +113,7 @@ def load_stream(stream: SpeechStream, path: Path) -> None:
         ValueError: If it is the state of another model, of another size, or of a stream with other options.
     """
     backbone = stream.model.backbone
-    leaves, about = _read(path, {"stream"}, {"counts"}, stream.model, backbone, "transcribe")
+    leaves, about = _read(path, {"stream"}, {"counts"}, stream.model, backbone, "predict --stream FILE")
     if about["stream"] != stream.options:
         written = ", ".join(f"{name} {value}" for name, value in about["stream"].items())
         raise ValueError(f"{path} is of a stream with other options; give those with which it was written: {written}")

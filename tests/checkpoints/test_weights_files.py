@@ -60,7 +60,7 @@ def test_a_file_without_a_run_holds_the_model_alone(tmp_path: Path, model: Langu
 
 
 def test_tensors_of_the_state_of_the_data_are_kept(tmp_path: Path, model: LanguageModel):
-    """Such as the statistics of the training recordings, and what `transcribe` reads beside them."""
+    """Such as the statistics of the training recordings, and what `predict --stream` reads beside them."""
     statistics = torch.tensor([[1 / 3, -torch.inf], [0.1, 7.0]], dtype=torch.double)
     state = {"statistics": statistics, "counts": [torch.arange(3)], "phones": ["a"]}
     options = {"sample_rate": 8000}

@@ -43,7 +43,7 @@ def test_help_and_mistakes_import_nothing_slow(arguments: list[str]):
     code = f"""
 import sys
 from lit_effattn.cli import main
-for command in {[[name] for name in (*TOOLS, CONVERT)] + [["data", "prepare"]]!r}:
+for command in {[[name] for name in (*TOOLS, CONVERT)] + [["data", "prepare"], ["predict", "--stream", "-"]]!r}:
     try:
         main([*command, *{arguments!r}])
     except SystemExit as error:
@@ -53,4 +53,4 @@ assert not loaded, loaded
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     ends = [line for line in done.stderr.splitlines() if line in ("0", "1", "2")]
-    assert ends == ["0" if arguments == ["--help"] else "2"] * (len(TOOLS) + 2)
+    assert ends == ["0" if arguments == ["--help"] else "2"] * (len(TOOLS) + 3)

@@ -1,4 +1,4 @@
-"""`lit-effattn transcribe` on a model that was trained on tones."""
+"""`lit-effattn predict --stream` on a model that was trained on tones."""
 
 import io
 import json
@@ -42,7 +42,7 @@ def _there(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def transcribed(capsys: pytest.CaptureFixture[str], *args: str) -> str:
     capsys.readouterr()
-    main(["transcribe", *TRUST, "--ckpt_path", "last", *args])
+    main(["predict", *TRUST, "--ckpt_path", "last", "--stream", *args])
     return capsys.readouterr().out
 
 
@@ -73,7 +73,7 @@ def test_larger_blocks_of_a_file(name: str, seconds: float, monkeypatch: pytest.
     )
     samples, rate = soundfile.read(RECORDING)
     monkeypatch.setattr(sys, "stdin", SimpleNamespace(buffer=io.BytesIO(Path(RECORDING).read_bytes())))
-    main(["transcribe", *TRUST, "--ckpt_path", "last", name])
+    main(["predict", *TRUST, "--ckpt_path", "last", f"--stream={name}"])
     assert max(sizes) == min(rate * seconds, len(samples))
 
 
@@ -85,7 +85,7 @@ def test_a_beam_is_that_of_predict(capsys: pytest.CaptureFixture[str]):
     phones = [phone["phone"] for phone in json.loads(paths[-1].read_text())["phones"]]
     assert transcribed(capsys, RECORDING, "--beam_size", "5").split() == phones
     assert "beam_size=0 must be" in fails(
-        capsys, "transcribe", *TRUST, "--ckpt_path", "last", RECORDING, "--beam_size", "0"
+        capsys, "predict", *TRUST, "--ckpt_path", "last", "--stream", RECORDING, "--beam_size", "0"
     )
 
 
@@ -108,7 +108,7 @@ def test_a_stream_goes_on_from_a_saved_state(tmp_path: Path, capsys: pytest.Capt
         (["--save_state", str(tmp_path / "x.state")], "x.state exists and is not a saved state"),
         (["--state", file, "--normalize", "running"], "a stream with other options"),
     ):
-        assert words in fails(capsys, "transcribe", *TRUST, "--ckpt_path", "last", RECORDING, *args)
+        assert words in fails(capsys, "predict", *TRUST, "--ckpt_path", "last", "--stream", RECORDING, *args)
 
 
 class Microphone(io.BytesIO):
@@ -123,7 +123,7 @@ class Microphone(io.BytesIO):
 
 def interrupted(capsys: pytest.CaptureFixture[str], *args: str) -> str:
     with pytest.raises(SystemExit) as stopped:
-        transcribed(capsys, "--times", *args)
+        transcribed(capsys, *args, "--times")
     assert stopped.value.code == 130
     return capsys.readouterr().out
 
@@ -175,15 +175,34 @@ def test_a_bad_input_leaves_the_saved_state(tmp_path: Path, capsys: pytest.Captu
     file = tmp_path / "s.state"
     transcribed(capsys, RECORDING, "--save_state", str(file))
     before = file.read_bytes()
-    args = ["transcribe", *TRUST, "--ckpt_path", "last", "nosuch.wav", "--save_state", str(file)]
+    args = ["predict", *TRUST, "--ckpt_path", "last", "--stream", "nosuch.wav", "--save_state", str(file)]
     assert "there is no such file" in fails(capsys, *args)
     assert file.read_bytes() == before
 
 
 def test_a_closed_input(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(sys, "stdin", None)
-    message = fails(capsys, "transcribe", *TRUST, "--ckpt_path", "last", "-")
-    assert "-: the standard input is closed; send the sound through a pipe, or name a file" in message
+    keyboard = SimpleNamespace(buffer=SimpleNamespace(isatty=lambda: True))
+    for stdin, kind in ((None, "closed"), (keyboard, "a terminal")):
+        monkeypatch.setattr(sys, "stdin", stdin)
+        message = fails(capsys, "predict", *TRUST, "--ckpt_path", "last", "--stream", "-")
+        assert f"-: the standard input is {kind}; send the sound through a pipe, or name a file" in message
+
+
+def test_what_was_decoded_of_a_damaged_file_is_printed(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    """Its last phones too, before the message; a saved state is not written."""
+    samples, rate = soundfile.read(RECORDING)
+    path = tmp_path / "cut.flac"
+    soundfile.write(path, np.tile(samples, 20), rate)
+    path.write_bytes(path.read_bytes()[:-1000])
+    state = tmp_path / "s.state"
+    capsys.readouterr()
+    for args in (["--times"], ["--save_state", str(state)]):
+        with pytest.raises(SystemExit):
+            main(["predict", *TRUST, "--ckpt_path", "last", "--stream", str(path), *args])
+        output = capsys.readouterr()
+        assert "cut.flac: only " in output.err
+        assert output.out
+    assert not state.exists()
 
 
 def test_names_of_phones_do_not_control_the_terminal(capsys: pytest.CaptureFixture[str], folder: Path):
@@ -193,7 +212,7 @@ def test_names_of_phones_do_not_control_the_terminal(capsys: pytest.CaptureFixtu
     torch.save(checkpoint, "hostile.ckpt")
     capsys.readouterr()
     for times in ([], ["--times"]):
-        main(["transcribe", *TRUST, "--ckpt_path", "hostile.ckpt", RECORDING, *times])
+        main(["predict", *TRUST, "--ckpt_path", "hostile.ckpt", "--stream", RECORDING, *times])
         shown = capsys.readouterr().out
         assert r"\x1b[2J" in shown
         assert "\x1b" not in shown
@@ -202,13 +221,13 @@ def test_names_of_phones_do_not_control_the_terminal(capsys: pytest.CaptureFixtu
 
 def test_a_model_whose_phones_depend_on_the_blocks_is_said_to_be(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     transcribed(capsys, RECORDING)
-    main(["transcribe", *TRUST, "--ckpt_path", "last", RECORDING])
+    main(["predict", *TRUST, "--ckpt_path", "last", "--stream", RECORDING])
     assert "block_ms" not in capsys.readouterr().err
     args = ["--model.backbone.causal", "true", "--trainer.max_epochs", "1", "--trainer.default_root_dir", str(tmp_path)]
     kind = ["--model.backbone.attention", "TransformerXLAttention", "--model.backbone.attention.mem_len", "8"]
     main(["fit", "--config", "speech.yaml", *args, *kind])
     capsys.readouterr()
-    main(["transcribe", *TRUST, "--ckpt_path", str(next(tmp_path.rglob("last.ckpt"))), RECORDING])
+    main(["predict", *TRUST, "--ckpt_path", str(next(tmp_path.rglob("last.ckpt"))), "--stream", RECORDING])
     said = capsys.readouterr().err
     assert said.count("the phones may depend on --block_ms") == 1
     assert "same_length: true" in said
@@ -219,9 +238,9 @@ def test_features_that_look_ahead_need_a_choice(capsys: pytest.CaptureFixture[st
     checkpoint = torch.load(path, weights_only=True)
     checkpoint["datamodule_hyper_parameters"]["normalize"] = "utterance"
     torch.save(checkpoint, "other.ckpt")
-    message = fails(capsys, "transcribe", *TRUST, "--ckpt_path", "other.ckpt", RECORDING)
+    message = fails(capsys, "predict", *TRUST, "--ckpt_path", "other.ckpt", "--stream", RECORDING)
     assert "trained with normalize='utterance', whose statistics look ahead" in message
-    main(["transcribe", *TRUST, "--ckpt_path", "other.ckpt", "--normalize", "running", RECORDING])
+    main(["predict", *TRUST, "--ckpt_path", "other.ckpt", "--normalize", "running", "--stream", RECORDING])
 
 
 @pytest.mark.parametrize(
@@ -238,12 +257,12 @@ def test_a_damaged_checkpoint(
     broken = torch.load(next(folder.rglob("last.ckpt")), weights_only=True)
     broken[part][key] = value
     torch.save(broken, "broken.ckpt")
-    assert message in fails(capsys, "transcribe", *TRUST, "--ckpt_path", "broken.ckpt", RECORDING)
+    assert message in fails(capsys, "predict", *TRUST, "--ckpt_path", "broken.ckpt", "--stream", RECORDING)
 
 
 def test_errors_in_a_line(capsys: pytest.CaptureFixture[str]):
-    assert "there is no such file" in fails(capsys, "transcribe", *TRUST, "--ckpt_path", "last", "nowhere.wav")
+    assert "there is no such file" in fails(capsys, "predict", *TRUST, "--ckpt_path", "last", "--stream", "nowhere.wav")
     assert "block_ms=0 must be" in fails(
-        capsys, "transcribe", *TRUST, "--ckpt_path", "last", RECORDING, "--block_ms", "0"
+        capsys, "predict", *TRUST, "--ckpt_path", "last", "--stream", RECORDING, "--block_ms", "0"
     )
-    assert "model:digits" in fails(capsys, "transcribe", "--ckpt_path", "model:digits", RECORDING)
+    assert "model:digits" in fails(capsys, "predict", "--ckpt_path", "model:digits", "--stream", RECORDING)

@@ -1,4 +1,4 @@
-"""`lit-effattn transcribe`: recognise phones while somebody speaks."""
+"""`lit-effattn predict --stream`: recognise phones while somebody speaks."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from lit_effattn.checkpoints.printable import printable
 from lit_effattn.checkpoints.runs import find_checkpoint, short
 from lit_effattn.checks import at_least
 from lit_effattn.datamodules.common.files import regular
-from lit_effattn.datamodules.speech.audio import stream_audio, stream_pipe
+from lit_effattn.datamodules.speech.audio import AudioError, stream_audio, stream_pipe
 from lit_effattn.settings import parsers
 from lit_effattn.tasks.ctc import BeamDecoder
 from lit_effattn.tasks.kept_states import check_replaceable, load_stream, save_stream
@@ -30,7 +30,7 @@ _BY_BLOCK = (
 )
 
 
-def transcribe(args: list[str]) -> None:
+def stream(args: list[str]) -> None:
     """Print the phones of a stream of sound as they are recognised.
 
     Args:
@@ -41,8 +41,8 @@ def transcribe(args: list[str]) -> None:
         ValueError: If the model is not a causal recogniser, its features look ahead, or the sound or the state can't
             be read.
     """
-    given = parsers.transcribe().parse_args(args)
-    block_ms = given.block_ms if given.block_ms is not None else 100 if given.input == "-" else 1000
+    given = parsers.stream().parse_args(args)
+    block_ms = given.block_ms if given.block_ms is not None else 100 if given.stream == "-" else 1000
     at_least(1, block_ms=block_ms)
     if given.save_state is not None:
         check_replaceable(Path(given.save_state))
@@ -55,22 +55,28 @@ def transcribe(args: list[str]) -> None:
             f"{short(path)}: it has no sample_rate and n_mels of SpeechData; use a checkpoint of a training run"
         )
     banks = features.filterbanks
-    stream = SpeechStream(model, banks, features.normalization(), decoder)
+    phones = SpeechStream(model, banks, features.normalization(), decoder)
     if given.state is not None:
-        load_stream(stream, regular(Path(given.state)))
+        load_stream(phones, regular(Path(given.state)))
     if given.save_state is not None:
-        _ = stream.kept  # a beam search raises now, not after an hour
+        _ = phones.kept  # a beam search raises now, not after an hour
     if any(getattr(module, "depends_on_split", False) for module in model.backbone.modules()):
         print(_BY_BLOCK, file=sys.stderr)
+    heard = False
     try:
-        for samples in _sound(given.input, banks.sample_rate, block_ms):
+        for samples in _sound(given.stream, banks.sample_rate, block_ms):
             with _uninterrupted():
-                _print(stream(samples), times=given.times)
+                _print(phones(samples), times=given.times)
+                heard = True
     except KeyboardInterrupt:
-        if given.save_state is None or stream.kept.samples is not None:  # not None: something was heard
-            _finish(stream, given)
+        if given.save_state is None or heard:
+            _finish(phones, given)
         raise
-    _finish(stream, given)
+    except AudioError:  # such as the end of a file that was cut off
+        if given.save_state is None and heard:
+            _finish(phones, given)
+        raise
+    _finish(phones, given)
 
 
 def _print(phones: Iterable[RecognizedPhone], *, times: bool) -> None:
@@ -109,6 +115,7 @@ def _sound(name: str, sample_rate: int, block_ms: int) -> Iterator[Tensor]:
     block = max(1, sample_rate * block_ms // 1000)
     if name != "-":
         return stream_audio(Path(name), sample_rate, block)
-    if sys.stdin is None:
-        raise ValueError("-: the standard input is closed; send the sound through a pipe, or name a file")
+    if sys.stdin is None or sys.stdin.buffer.isatty():
+        kind = "closed" if sys.stdin is None else "a terminal"
+        raise ValueError(f"-: the standard input is {kind}; send the sound through a pipe, or name a file")
     return stream_pipe(sys.stdin.buffer, sample_rate, block)

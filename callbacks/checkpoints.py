@@ -170,17 +170,13 @@ class LastCheckpoint(Checkpoint):
         resume_point.mark(checkpoint["loops"], trainer)
 
     def on_load_checkpoint(self, trainer: pl.Trainer, pl_module: Any, checkpoint: dict[str, Any]) -> None:
-        """Read the metrics, and correct the loops' counters of checkpoints that an older lit-effattn has saved.
+        """Read the metrics.
 
         Raises:
             ValueError: If a metric is not a number.
         """
-        if trainer.state.fn != TrainerFn.FITTING:
-            return
-        if LOGGED_KEY in checkpoint:
+        if trainer.state.fn == TrainerFn.FITTING and LOGGED_KEY in checkpoint:
             self._metrics, self._to_log = _checked(checkpoint[LOGGED_KEY])
-        else:
-            resume_point.mark_epoch_end(checkpoint["loops"]["fit_loop"])
 
     def _finish_step(self, trainer: pl.Trainer) -> None:
         """Postpone a stop to the end of the optimiser step, since a checkpoint has no gradients."""

@@ -76,16 +76,6 @@ def mark(loops: dict[str, Any], trainer: pl.Trainer) -> None:
             _continue_epoch(state, stepped=not is_accumulating(trainer))
 
 
-def mark_epoch_end(state: dict[str, Any]) -> None:
-    """Change the state of a fit loop that was saved at an epoch's end without `mark`."""
-    epochs = state["epoch_progress"]["total"]
-    if epochs["ready"] == epochs["started"] == epochs["processed"] == epochs["completed"] + 1:
-        if state["epoch_loop.batch_progress"]["is_last_batch"]:
-            _end_epoch(state)
-        else:
-            _continue_epoch(state, stepped=True)
-
-
 def _end_epoch(state: dict[str, Any]) -> None:
     _set(state["epoch_progress"], ready=0, started=0, completed=0)
     batches = state["epoch_loop.batch_progress"]

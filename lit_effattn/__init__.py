@@ -6,10 +6,6 @@ What is exported here is imported when it is first asked for: `import lit_effatt
 from __future__ import annotations
 
 import importlib
-import sys
-import warnings
-from importlib.machinery import ModuleSpec
-from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -56,30 +52,3 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     return sorted({*globals(), *__all__})
-
-
-class _OldNames:
-    """Import hook: `import lit_effattn.positions` gives the module of the new name, with a warning that says it."""
-
-    @staticmethod
-    def find_spec(name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
-        if not name.startswith("lit_effattn."):
-            return None
-        from lit_effattn.checkpoints.allowlist import moved
-
-        return None if moved(name) == name else ModuleSpec(name, _OldNames)  # type: ignore[arg-type]
-
-    @staticmethod
-    def create_module(spec: ModuleSpec) -> ModuleType | None:
-        return None
-
-    @staticmethod
-    def exec_module(module: ModuleType) -> None:
-        from lit_effattn.checkpoints.allowlist import moved
-
-        name = module.__name__
-        warnings.warn(f"{name} is now {moved(name)}; use the new name", FutureWarning, stacklevel=2)
-        sys.modules[name] = importlib.import_module(moved(name))
-
-
-sys.meta_path.append(_OldNames)  # after all other finders: for modules that do not exist

@@ -15,7 +15,6 @@ import hashlib
 import json
 import math
 import os
-import shlex
 import sys
 import tempfile
 from pathlib import Path
@@ -23,21 +22,16 @@ from typing import Any
 
 import torch
 
-from lit_effattn.settings.shipped import REMOVED
 from tests.cli.test_command import CONFIGS, OFFLINE, built
 from tests.cli.test_every_kind import synthetic
-from tests.support.commands import REPOSITORY
 
 STORED = Path(__file__).parent / "seed_zero.json"
 NOT_BIT_STABLE = "omega"
 """Performer's random features: their QR decomposition differs between versions of BLAS. In the sum alone."""
 LIMITED = ("--data.vocab_size", "300")
 """Vocabulary of the data sets that are not available; adaptive embeddings need that of their cutoffs."""
-RUNS = {config.stem: (config, []) for config in CONFIGS} | {
-    name: (REPOSITORY / "configs" / f"{sibling}.yaml", flags)
-    for name, (sibling, *flags) in ((name, shlex.split(line)) for name, line in REMOVED.items())
-}
-"""File and flags of every shipped configuration, and of those removed, whose flags still draw the same."""
+RUNS = {config.stem: config for config in CONFIGS}
+"""The file of every shipped configuration."""
 
 
 def machine() -> dict[str, str]:
@@ -50,12 +44,12 @@ def as_stored() -> bool:
     return bool(machine() == json.loads(STORED.read_text(encoding="utf-8"))["machine"])
 
 
-def drawn(config: Path, *flags: str) -> dict[str, Any]:
+def drawn(config: Path) -> dict[str, Any]:
     """Instantiate a configuration, and return hashes of its parameters.
 
     Data that need no file are the configuration's own; for all other, synthetic data of the same kind take their place.
     """
-    words = [*flags, "--seed_everything", "0", "--trainer.accelerator", "cpu", "--trainer.devices", "1"]
+    words = ["--seed_everything", "0", "--trainer.accelerator", "cpu", "--trainer.devices", "1"]
     if not config.stem.startswith(OFFLINE):
         words += [*synthetic(config), *(() if "cutoffs" in config.read_text() else LIMITED)]
     model = built(config, *words, device="cpu").model
@@ -90,7 +84,7 @@ def main() -> int:
     """Print the differences from the stored file, or write it; return the exit status."""
     os.environ["XDG_CACHE_HOME"] = tempfile.mkdtemp()
     os.chdir(os.environ["XDG_CACHE_HOME"])
-    new = {name: drawn(config, *flags) for name, (config, flags) in sorted(RUNS.items())}
+    new = {name: drawn(config) for name, config in sorted(RUNS.items())}
     stored = json.loads(STORED.read_text(encoding="utf-8"))
     if "--write" in sys.argv:
         # Other tests compare bits on the stored machine. It stays if this one draws the same.

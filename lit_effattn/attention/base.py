@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import math
-import warnings
 from abc import abstractmethod
 from collections.abc import Callable, Mapping
 from itertools import pairwise
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -25,8 +24,6 @@ from lit_effattn.sequence import (
     valid_lengths,
     without_padding,
 )
-
-_RENAMED = {"weigh": "compute_weights", "fresh": "extra_parameters"}
 
 
 class Attention(MultiHead):
@@ -79,14 +76,6 @@ class Attention(MultiHead):
 
     shared: tuple[str, ...] = ()
     """Names of the parameters that all layers of a `Transformer` share."""
-
-    def __init_subclass__(cls, **kwargs: Any) -> None:
-        """Accept the earlier names of what a kind may define."""
-        super().__init_subclass__(**kwargs)
-        for earlier, name in _RENAMED.items():
-            if earlier in cls.__dict__ and name not in cls.__dict__:
-                warnings.warn(f"{cls.__name__}.{earlier} is now called {name}; rename it", FutureWarning, stacklevel=2)
-                setattr(cls, name, cls.__dict__[earlier])
 
     def __init__(
         self,

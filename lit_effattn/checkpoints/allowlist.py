@@ -88,48 +88,6 @@ SCHEDULE = (
 )
 """Plain values of `trainer` that `fit` takes from the checkpoint that it resumes; `strategy` only if it is a name."""
 
-_MOVED_MODULES = {
-    "attention": "positions",
-    "checkpoints": "averaging",
-    "datamodules.common": "faults labelled length_batches sampling tokens",
-    "datamodules.images": "labelled_images pixels",
-    "datamodules.pairs": "labelled_texts sequence_pairs",
-    "datamodules.speech": "audio augment corpora espeak feature_store filterbanks phonemes timit utterances "
-    "wave_augment",
-    "datamodules.synthetic": "associative_recall copy_task dialogue_task lengths retrieval_task segments sorting_task "
-    "state_tracking",
-    "datamodules.text": "dialogue_sources dialogues documents prepare streams token_store tokenizers",
-    "distributed": "sequence_parallel sharding strategies tensor_parallel",
-    "generation": "beam",
-    "interchange": "export",
-    "nn": "adaptive front_ends heads lstm transformer",
-    "tasks": "ctc schedules",
-}
-"""Packages of `lit_effattn`, and the modules that were moved into them from `lit_effattn` or from its `datamodules`."""
-
-MOVED = {
-    "callbacks": "lit_effattn.callbacks",
-    "datamodules": "lit_effattn.datamodules",
-    **{
-        f"lit_effattn.{'datamodules.' * package.startswith('datamodules')}{name}": f"lit_effattn.{package}.{name}"
-        for package, names in _MOVED_MODULES.items()
-        for name in names.split()
-    },
-    **{
-        f"lit_effattn.attention.linear.{name}": f"lit_effattn.attention.feature_maps.{name}"
-        for name in ("EluFeatureMap", "FeatureMap", "HedgehogFeatureMap", "ReluFeatureMap")
-    },
-    "lit_effattn.attention.cache": "lit_effattn.attention.kv_cache",
-    "lit_effattn.attention.heads": "lit_effattn.attention.multi_head",
-    "lit_effattn.datamodules.pair_sources": "lit_effattn.datamodules.pairs.sources",
-    "lit_effattn.datamodules.pair_store": "lit_effattn.datamodules.pairs.store",
-    "lit_effattn.datamodules.prepared": "lit_effattn.datamodules.text.token_store",
-    "lit_effattn.datamodules.text_sources": "lit_effattn.datamodules.text.sources",
-    "lit_effattn.pictures": "lit_effattn.drawing.images",
-    "lit_effattn.pretrained": "lit_effattn.interchange",
-}
-"""Old names of modules and classes, in checkpoints, YAML and imports. Their submodules are renamed with them."""
-
 
 class NotAllowedError(ValueError):
     """A checkpoint, file or flag names a class or function that is not allowed there."""
@@ -139,9 +97,9 @@ def listed(name: str) -> type | None:
     """Return the listed class of this name, None if there is none.
 
     Args:
-        name: A current or an old path by which a module exports or defines the class, or its bare name.
+        name: A path by which a module exports or defines the class, or its bare name.
     """
-    return _listed().get(moved(name))
+    return _listed().get(name)
 
 
 def is_listed(kind: type) -> bool:
@@ -152,15 +110,6 @@ def is_listed(kind: type) -> bool:
 def listed_names() -> list[str]:
     """Return the full names of the listed classes: where they are exported, and where they are defined."""
     return [name for name in _listed() if "." in name]
-
-
-def moved(name: str) -> str:
-    """Return the current name of a module or class that any earlier version called `name`."""
-    parts = name.split(".")
-    for n in range(len(parts), 0, -1):
-        if (now := MOVED.get(".".join(parts[:n]))) is not None:
-            return moved(".".join([now, *parts[n:]]))
-    return name
 
 
 @cache

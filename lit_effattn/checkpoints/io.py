@@ -218,41 +218,13 @@ def saved_model(checkpoint: dict[str, Any], source: str | Path) -> dict[str, Any
     if instantiator != INSTANTIATOR:
         raise NotAllowedError(f"{source} names the function {instantiator!r} to build its model; do not use this file")
     init_args = {name: value for name, value in arguments.items() if name not in ("_class_path", "_instantiator")}
-    try:
-        return _renewed({"class_path": arguments["_class_path"], "init_args": init_args})
-    except RecursionError as error:
-        raise NotAllowedError(f"the model of {source} is nested too deeply") from error
-
-
-def _renewed(spec: Any) -> Any:
-    """Return a spec with current arguments: `tied: [u, v]` of a Transformer became `share_uv` of its attention."""
-    if isinstance(spec, list):
-        return [_renewed(item) for item in spec]
-    if not isinstance(spec, dict):
-        return spec
-    spec = {name: _renewed(value) for name, value in spec.items()}
-    arguments = spec.get("init_args")
-    if isinstance(arguments, dict) and str(spec.get("class_path")).endswith("Transformer"):
-        if arguments.get("tied") == ["u", "v"]:
-            arguments["attention"] = _with_shared_uv(arguments.get("attention"))
-        if arguments.get("tied") in (None, [], ["u", "v"]):
-            arguments.pop("tied", None)
-    return spec
-
-
-def _with_shared_uv(attention: Any) -> Any:
-    if isinstance(attention, list):
-        return [_with_shared_uv(kind) for kind in attention]
-    if isinstance(attention, dict):
-        return {**attention, "init_args": {**(attention.get("init_args") or {}), "share_uv": True}}
-    return {"class_path": attention, "init_args": {"share_uv": True}}
+    return {"class_path": arguments["_class_path"], "init_args": init_args}
 
 
 CONFIG_KEY = "lit_effattn"
 """The key of the command's configuration in a checkpoint: `{"format", "version", "config"}`."""
 
 FORMAT = 2
-"""Format 1 held the model twice, in `config` and in `hyper_parameters`."""
 
 
 def with_config(checkpoint: dict[str, Any], config: dict[str, Any], version: str) -> None:
@@ -263,22 +235,20 @@ def with_config(checkpoint: dict[str, Any], config: dict[str, Any], version: str
 
 
 def saved_config(checkpoint: dict[str, Any], source: str | Path) -> dict[str, Any]:
-    """Return the configuration in `checkpoint`, of any format, with its model. It is not checked yet.
+    """Return the configuration in `checkpoint`, with its model. It is not checked yet.
 
     Raises:
         NotAllowedError: If the checkpoint names another function than Lightning's for building the model.
-        ValueError: If the format is newer, or the checkpoint does not describe its model.
+        ValueError: If the format is another one, or the checkpoint does not describe its model.
     """
     entry = checkpoint.get(CONFIG_KEY)
     entry = entry if isinstance(entry, dict) else {}
-    if entry.get("format", 1) not in (1, FORMAT):
-        raise ValueError(f"{source} is of format {entry['format']!r}: it was saved by a newer lit-effattn; update it")
+    if entry.get("format", FORMAT) != FORMAT:
+        raise ValueError(f"{source} is of format {entry['format']!r}: another version of lit-effattn saved it")
     config = dict(entry["config"]) if isinstance(entry.get("config"), dict) else {}
     model = saved_model(checkpoint, source)
     if model is not None:
         config["model"] = model
-    else:
-        config = _renewed(config)
     if "model" not in config:
         raise ValueError(f"{source} does not describe its model: it was not saved by lit-effattn")
     return config

@@ -23,7 +23,7 @@ from typing import Any, Literal, NamedTuple, Protocol, Union
 import torch
 from jsonargparse import ArgumentParser, Namespace
 
-from lit_effattn.checkpoints.allowlist import NotAllowedError, Trust, find, listed, moved
+from lit_effattn.checkpoints.allowlist import NotAllowedError, Trust, find, listed
 
 _TEXT = (str, bytes, os.PathLike)
 _PLAIN = (int, float, complex, enum.Enum, datetime.timedelta, datetime.datetime)
@@ -294,7 +294,7 @@ class CheckpointJudge:
         if not issubclass(kind, place.named):
             expected = " or ".join(base.__name__ for base in place.named)
             raise NotAllowedError(f"{self.source} names {name} as {where}, which is not derived from {expected}")
-        return (moved(name) if "." in name else f"{kind.__module__}.{kind.__qualname__}"), kind
+        return (name if "." in name else f"{kind.__module__}.{kind.__qualname__}"), kind
 
     def key(self, key: Any, where: str) -> Any:
         """Return the key, unless a parser would expand it: `a.class_path` is a class path inside `a`."""

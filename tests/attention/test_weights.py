@@ -280,23 +280,6 @@ def test_a_kind_without_weights_is_named():
         OwnAttention(E, H).attention_weights(torch.zeros(1, 2, E))
 
 
-def test_earlier_names_are_accepted():
-    with pytest.warns(FutureWarning) as noted:
-
-        class OwnAttention(SoftmaxAttention):
-            fresh = ("mixing",)
-
-            def weigh(self, q, k, state, lengths):
-                return torch.ones(*q.shape[:3], k.size(2))
-
-    assert [str(w.message) for w in noted] == [
-        "OwnAttention.weigh is now called compute_weights; rename it",
-        "OwnAttention.fresh is now called extra_parameters; rename it",
-    ]
-    assert OwnAttention.extra_parameters == ("mixing",)
-    assert (OwnAttention(E, H).attention_weights(torch.zeros(1, 2, E)) == 1).all()
-
-
 def test_arguments_are_checked():
     for attention in (SoftmaxAttention(E, H), TransformerXLAttention(E, H)):
         with pytest.raises(ValueError, match=r"lengths is \[3\]"):

@@ -180,21 +180,6 @@ def test_a_validation_by_the_clock_is_left_to_it(tmp_path: Path):
     assert resumed.fit_loop.epoch_loop._batches_that_stepped == resumed.global_step
 
 
-@pytest.mark.parametrize("limits", [{}, {"max_steps": 12}], ids=["max_epochs", "max_steps"])
-def test_an_epoch_s_end_that_was_saved_without_this_callback(tmp_path: Path, limits: dict[str, int]):
-    class Plain(pl.Callback):
-        def on_train_epoch_end(self, trainer, pl_module) -> None:
-            trainer.save_checkpoint(tmp_path / f"{trainer.current_epoch}.ckpt")
-
-    whole, rest = Tiny(), Tiny()
-    run = trainer(tmp_path, [Plain()], max_epochs=3, **limits)
-    run.fit(whole, loader(4))
-    resumed = trainer(tmp_path, [LastCheckpoint()], max_epochs=3, **limits)
-    resumed.fit(rest, loader(4), ckpt_path=tmp_path / "0.ckpt")
-    assert (resumed.global_step, resumed.current_epoch, len(rest.drawn)) == (12, 3, 8)
-    assert resumed.fit_loop.epoch_loop._batches_that_stepped == 12
-
-
 def test_values_of_a_run_s_last_epoch_are_logged_by_the_resumed_run(tmp_path: Path):
     """Which has nothing left to train: the process was killed when its last checkpoint was saved."""
 

@@ -10,7 +10,7 @@ import lit_effattn.attention
 import lit_effattn.tasks
 import lit_effattn.tasks.schedules
 from lit_effattn import datamodules
-from lit_effattn.checkpoints.allowlist import MOVED, Trust, find, is_ours, listed
+from lit_effattn.checkpoints.allowlist import Trust, is_ours, listed
 
 
 def test_every_kind_task_and_data_set_is_listed_by_its_names():
@@ -64,14 +64,12 @@ def test_nothing_else_is(name: str):
 
 
 def test_a_folder_of_the_same_name_elsewhere_is_not_ours(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """What checkpoints called `datamodules` before is ours, whatever folder of that name Python finds."""
     (tmp_path / "datamodules.py").write_text("class PixelSequences: pass\n")
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.delitem(sys.modules, "datamodules", raising=False)
     foreign = importlib.import_module("datamodules").PixelSequences
     del sys.modules["datamodules"]  # monkeypatch would put theirs back
-    assert listed("datamodules.PixelSequences") is listed("datamodules.pixels.PixelSequences")
-    assert listed("datamodules.PixelSequences") is datamodules.PixelSequences
+    assert listed("datamodules.PixelSequences") is None
     assert is_ours(datamodules.PixelSequences)
     assert not is_ours(foreign)
 
@@ -123,36 +121,3 @@ def test_a_class_itself_can_be_trusted():
 def test_one_string_is_no_list_of_names():
     with pytest.raises(ValueError, match=r"give a tuple of names: trust=\('mine',\)"):
         Trust("mine")
-
-
-@pytest.mark.parametrize(
-    ("old", "new"),
-    [
-        ("lit_effattn.positions.RotaryPositions", "lit_effattn.attention.positions.RotaryPositions"),
-        ("lit_effattn.schedules.WarmupCosine", "lit_effattn.tasks.schedules.WarmupCosine"),
-        ("lit_effattn.transformer.Transformer", "lit_effattn.nn.transformer.Transformer"),
-        ("datamodules.pixels.PixelSequences", "lit_effattn.datamodules.images.pixels.PixelSequences"),
-        ("lit_effattn.datamodules.text.TextStream", "lit_effattn.datamodules.text.text_stream.TextStream"),
-        ("lit_effattn.datamodules.speech.SpeechData", "lit_effattn.datamodules.speech.speech_data.SpeechData"),
-        ("lit_effattn.datamodules.audio.AudioError", "lit_effattn.datamodules.speech.audio.AudioError"),
-    ],
-)
-def test_old_names_of_classes_lead_to_the_new_ones(old: str, new: str):
-    kind = listed(old)
-    assert kind is not None
-    assert f"{kind.__module__}.{kind.__qualname__}" == new
-
-
-def test_every_old_name_leads_to_a_module_or_class():
-    for new in MOVED.values():
-        find(new)
-
-
-def test_old_modules_are_imported_under_their_new_names_with_a_warning():
-    sys.modules.pop("lit_effattn.positions", None)
-    with pytest.warns(FutureWarning, match=r"lit_effattn\.positions is now lit_effattn\.attention\.positions"):
-        old = importlib.import_module("lit_effattn.positions")
-    assert old is importlib.import_module("lit_effattn.attention.positions")
-    assert old.__spec__.name == "lit_effattn.attention.positions"
-    with pytest.raises(ModuleNotFoundError, match=r"lit_effattn\.nowhere"):
-        importlib.import_module("lit_effattn.nowhere")

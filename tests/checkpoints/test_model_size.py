@@ -9,9 +9,8 @@ import torch
 
 from lit_effattn import LanguageModel, PixelModel
 from lit_effattn.checkpoints.model_size import _AT_ONCE, model_of, size_of
-from tests.support.commands import REPOSITORY, fails
-
-OLD = REPOSITORY / "tests" / "checkpoints" / "15b2119"
+from tests.support.commands import fails
+from tests.support.small_runs import checkpoint
 
 
 @pytest.mark.parametrize(
@@ -60,9 +59,9 @@ def test_other_errors_stay():
 
 
 def test_the_size_of_a_checkpoint():
-    content = torch.load(OLD / "pixels.ckpt", weights_only=True)
-    n_bytes, n_tensors = size_of(OLD / "pixels.ckpt")
-    assert n_bytes == (OLD / "pixels.ckpt").stat().st_size
+    content = torch.load(checkpoint("pixels"), weights_only=True)
+    n_bytes, n_tensors = size_of(checkpoint("pixels"))
+    assert n_bytes == (checkpoint("pixels")).stat().st_size
     assert n_tensors >= len(content["state_dict"])
 
 
@@ -79,7 +78,7 @@ def test_a_checkpoint_of_a_small_file(
     capsys: pytest.CaptureFixture[str],
 ):
     monkeypatch.chdir(tmp_path)
-    content = torch.load(OLD / "pixels.ckpt", weights_only=True)
+    content = torch.load(checkpoint("pixels"), weights_only=True)
     content["hyper_parameters"]["backbone"]["init_args"][name] = value
     torch.save(content, "it.ckpt")
     if command == "python":
@@ -91,6 +90,6 @@ def test_a_checkpoint_of_a_small_file(
         )
 
 
-def test_the_old_checkpoints_are_within():
-    PixelModel.load_from_checkpoint(OLD / "pixels.ckpt")
-    LanguageModel.load_from_checkpoint(OLD / "language.ckpt")
+def test_real_checkpoints_are_within():
+    PixelModel.load_from_checkpoint(checkpoint("pixels"))
+    LanguageModel.load_from_checkpoint(checkpoint("language"))

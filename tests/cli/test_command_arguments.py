@@ -15,9 +15,9 @@ from lit_effattn.analysis.sweep import sweep
 from lit_effattn.cli import command, main
 from tests.cli.test_command import TINY
 from tests.cli.test_command_text import write_texts
-from tests.support.commands import REPOSITORY, fails, last, spec
+from tests.support.commands import fails, last, spec
+from tests.support.small_runs import checkpoint
 
-OLD = REPOSITORY / "tests" / "checkpoints" / "15b2119"
 SPARSE = spec("SparseAttention", stride=4)
 TRANSFORMER = {**TINY["model"]["init_args"]["backbone"]["init_args"], "attention": SPARSE}
 pytestmark = pytest.mark.usefixtures("empty_folder")
@@ -107,7 +107,7 @@ def test_a_data_set_that_the_user_names_in_a_mapping_is_downloaded(flags: list[s
         lambda *args: asked.append((args[0], os.environ.get("HF_HUB_OFFLINE"))) or 1 / 0,
     )
     Path("path.yaml").write_text("data.path: some/stories")
-    content = torch.load(OLD / "language.ckpt", weights_only=True)
+    content = torch.load(checkpoint("language"), weights_only=True)
     of_hub = {"source": "huggingface", "path": "some/stories", "column": "text", "root": None}
     content["lit_effattn"]["config"]["data"]["init_args"].update(of_hub)
     torch.save(content, "it.ckpt")
@@ -119,15 +119,15 @@ def test_a_data_set_that_the_user_names_in_a_mapping_is_downloaded(flags: list[s
 def test_recordings_in_a_mapping_need_no_corpus(capsys: pytest.CaptureFixture[str]):
     """The checkpoint then says what the corpus would; here, that there is no such file."""
     data = '{"class_path": "SpeechData", "init_args": {"audio": "missing.wav"}}'
-    by_flag = fails(capsys, "predict", "--ckpt_path", str(OLD / "speech.ckpt"), "--data.audio", "missing.wav")
-    assert fails(capsys, "predict", "--ckpt_path", str(OLD / "speech.ckpt"), "--data", data) == by_flag
+    by_flag = fails(capsys, "predict", "--ckpt_path", str(checkpoint("speech")), "--data.audio", "missing.wav")
+    assert fails(capsys, "predict", "--ckpt_path", str(checkpoint("speech")), "--data", data) == by_flag
 
 
 # ------------------------------------------------------------------------------------------------ checkpoints, trust
 
 
 def test_a_folder_named_like_a_callback_does_not_allow_to_drop_it(capsys: pytest.CaptureFixture[str]):
-    content = torch.load(OLD / "language.ckpt", weights_only=True)
+    content = torch.load(checkpoint("language"), weights_only=True)
     own = [{"class_path": "lightning.pytorch.callbacks.ModelCheckpoint"}]
     content["lit_effattn"]["config"]["trainer"]["callbacks"] = own
     torch.save(content, "it.ckpt")

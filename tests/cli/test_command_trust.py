@@ -13,9 +13,8 @@ from lit_effattn import PixelModel
 from lit_effattn.cli import main
 from tests.cli.test_command import TINY
 from tests.cli.test_command_text import write_texts
-from tests.support.commands import REPOSITORY, fails, spec
-
-OLD = REPOSITORY / "tests" / "checkpoints" / "15b2119"
+from tests.support.commands import fails, last, spec
+from tests.support.small_runs import SETTINGS, checkpoint
 
 MINE = '''
 from pathlib import Path
@@ -181,14 +180,12 @@ def test_a_checkpoint_has_no_path_of_the_current_folder(tmp_path: Path):
 
 def test_data_that_are_named_in_full_are_saved_as_seen_from_here(tmp_path: Path):
     write_texts()
-    content = torch.load(OLD / "language.ckpt", weights_only=True)["lit_effattn"]["config"]
-    content["data"]["init_args"].update(root=str(tmp_path / "texts"), cache=str(tmp_path / "cache"))
-    del content["model"]["init_args"]["backbone"]["init_args"]["tied"]  # an option of then
-    Path("text.yaml").write_text(yaml.safe_dump({**content, "checkpoint": {}}))
-    main(["fit", "--config", "text.yaml"])
-    (checkpoint,) = Path("runs").rglob("last.ckpt")
-    assert str(tmp_path).encode() not in checkpoint.read_bytes()
-    main(["test", "--ckpt_path", str(checkpoint)])
+    Path("text.yaml").write_text(yaml.safe_dump(SETTINGS["language"]))
+    here = ["--data.root", str(tmp_path / "texts"), "--data.cache", str(tmp_path / "cache")]
+    main(["fit", "--config", "text.yaml", *here])
+    saved = last("runs")
+    assert str(tmp_path).encode() not in saved.read_bytes()
+    main(["test", "--ckpt_path", str(saved)])
 
 
 @pytest.mark.filterwarnings("error:The dirpath has changed")
@@ -216,22 +213,21 @@ def test_what_a_home_gives_away_is_said(tmp_path: Path, monkeypatch: pytest.Monk
 def test_folders_that_a_checkpoint_names_are_said_before_they_are_used(
     capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
 ):
-    content = torch.load(OLD / "speech.ckpt", weights_only=True)
-    decoder = spec("lit_effattn.ctc.BeamDecoder", lm="nowhere/lm.arpa")
+    content = torch.load(checkpoint("speech"), weights_only=True)
+    decoder = spec("lit_effattn.tasks.ctc.BeamDecoder", lm="nowhere/lm.arpa")
     content["hyper_parameters"].update(decoder=decoder)
     torch.save(content, "it.ckpt")
     fails(capsys, "test", "--ckpt_path", "it.ckpt")
     assert "model.decoder.lm 'nowhere/lm.arpa'" in caplog.text
     assert "phones" not in caplog.text
-    assert "texts" in fails(capsys, "test", "--ckpt_path", str(OLD / "language.ckpt"))
+    assert "texts" in fails(capsys, "test", "--ckpt_path", str(checkpoint("language")))
     assert "The checkpoint names data.cache 'cache', data.root 'texts'" in caplog.text
 
 
 @pytest.mark.parametrize("dataset", ["mnist", "fashion_mnist", "cifar10"])
 def test_nothing_is_downloaded_because_a_checkpoint_says_so(dataset: str, capsys: pytest.CaptureFixture[str]):
-    content = torch.load(OLD / "pixels.ckpt", weights_only=True)
+    content = torch.load(checkpoint("pixels"), weights_only=True)
     content["lit_effattn"]["config"]["data"]["init_args"].update(dataset=dataset, download=True)
-    content["lit_effattn"]["config"]["model"]["init_args"].update(n_levels=256)
     torch.save(content, "it.ckpt")
     assert "download=False forbids a download" in fails(capsys, "test", "--ckpt_path", "it.ckpt")
 
@@ -244,7 +240,7 @@ def test_a_data_set_of_a_hub_is_read_from_its_cache_alone(
         "lit_effattn.datamodules.text.sources.huggingface",
         lambda *args: asked.append((args[0], os.environ.get("HF_HUB_OFFLINE"))) or 1 / 0,
     )
-    content = torch.load(OLD / "language.ckpt", weights_only=True)
+    content = torch.load(checkpoint("language"), weights_only=True)
     of_hub = {"source": "huggingface", "path": "some/stories", "column": "text", "root": None}
     content["lit_effattn"]["config"]["data"]["init_args"].update(of_hub)
     torch.save(content, "it.ckpt")

@@ -9,7 +9,7 @@ from tests.seed_zero import RUNS, STORED, as_stored, drawn
 
 KEPT = json.loads(STORED.read_text(encoding="utf-8"))
 SHORT = (
-    "copy_lsh1",
+    "copy_lsh4",
     "digits_classes_linear",
     "digits_performer",
     "g2p_linear",
@@ -30,8 +30,7 @@ def test_every_configuration_has_its_entry():
 )
 def test_parameters_are_drawn_as_before(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(tmp_path)
-    config, flags = RUNS[name]
-    result, kept = drawn(config, *flags), dict(KEPT[name])
+    result, kept = drawn(RUNS[name]), dict(KEPT[name])
     assert result.pop("names") == kept.pop("names")
     assert result.pop("sum") == pytest.approx(kept.pop("sum"), rel=1e-6 if as_stored() else 1e-3)
     if as_stored():

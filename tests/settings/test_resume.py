@@ -1,14 +1,15 @@
 """What a command starts from."""
 
-import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from lit_effattn.settings.arguments import Arguments
 from lit_effattn.settings.resume import CHECKPOINT, check_kept_settings, resolve
-from tests.support.commands import REPOSITORY
+from tests.support.checkpoint_parts import divide
+from tests.support.small_runs import checkpoint
 
 COSINE = "lit_effattn.tasks.schedules.WarmupCosine"
 
@@ -44,8 +45,9 @@ def test_each_process_of_torchrun_verifies_the_parts_and_a_child_uses_its_parent
 ):
     """Else one process would resume from a damaged checkpoint, and the other from the one before."""
     folder = tmp_path / "runs" / "2026-01-01_00-00-00" / "checkpoints"
+    folder.mkdir(parents=True)
     for name in ("last.ckpt", "previous.ckpt"):
-        shutil.copytree(REPOSITORY / "tests/checkpoints/32c8e6e/sharded.ckpt", folder / name)
+        divide(torch.load(checkpoint("language"), weights_only=True), folder / name, 2)
     part = folder / "last.ckpt" / "part_00001.pt"
     content = bytearray(part.read_bytes())
     content[len(content) // 2] ^= 4

@@ -39,7 +39,8 @@ test-all: test  ## The tests, and those that go through every configuration and 
 	$(BIN)/pytest -n 2 --dist worksteal -m "exhaustive and not processes" -q
 	$(BIN)/pytest -m "exhaustive and processes" -q
 
-faults: $(VENV)/.installed-dev  ## Kill and stop training runs, and compare the resumed runs (about 20 minutes on 2 cores).
+faults: $(VENV)/.installed-dev  ## Stop commands, kill training runs, compare the resumed runs (about 25 minutes on 2 cores).
+	$(BIN)/python -m tests.faults --signals
 	$(BIN)/python -m tests.faults --cells --kills 100
 
 lint: $(VENV)/.installed-dev  ## Lint with ruff and check types with mypy.

@@ -11,7 +11,8 @@ from lit_effattn.callbacks.memory_carry import MemoryCarry
 from lit_effattn.callbacks.progress import ParameterSummary, ProgressBar
 from lit_effattn.callbacks.random_states import RandomStates
 from lit_effattn.callbacks.sample_grid import SampleGrid
-from lit_effattn.callbacks.stop_on_signal import StopOnSignal, Stopped
+from lit_effattn.callbacks.stop_on_signal import StopOnSignal
+from lit_effattn.stopping import Stopped
 
 __all__ = [
     "BestCheckpoint",

@@ -58,3 +58,8 @@ def is_validation_due(trainer: pl.Trainer) -> bool:
 def cluster_environment(trainer: pl.Trainer) -> Any:
     """Return the cluster that the processes were started by; None if there is none."""
     return trainer._accelerator_connector.cluster_environment
+
+
+def leave_signals_alone(trainer: pl.Trainer) -> None:
+    """Let `trainer` install no signal handlers, which would exit with 0, and in a SLURM job save outside of the run."""
+    trainer._signal_connector.register_signal_handlers = lambda: None  # type: ignore[method-assign]

@@ -6,18 +6,15 @@ import argparse
 import json
 import os
 import re
-import signal
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from concurrent.futures import CancelledError, ThreadPoolExecutor
 from itertools import pairwise
 from pathlib import Path
 from queue import SimpleQueue
-from typing import Any
 
 import torch
 
@@ -35,6 +32,7 @@ from lit_effattn.settings import parsers
 from lit_effattn.settings.arguments import Arguments, File
 from lit_effattn.settings.kinds import attention_kinds, full_names, own_kind
 from lit_effattn.settings.run_names import ROOT
+from lit_effattn.stopping import SIGNALS, Stopped
 
 FACTORS = (1 / 3, 1, 3)
 """The default rates are the configuration's times these."""
@@ -47,7 +45,6 @@ _BETWEEN = r",(?![^\[]*\])"
 _OPTIMIZER = "model.optimizer"
 _RATE = f"{_OPTIMIZER}.lr"
 _QUIET = ("--trainer.enable_progress_bar", "false")
-_INTERRUPTED = (129, 130, 143)
 
 Child = Callable[[list[str], Path, "str | None", threading.Event], "tuple[int, str]"]
 """Runs a command on a device and appends its output to a file, unless the sweep is stopping; returns its exit code and
@@ -89,11 +86,10 @@ def sweep(args: list[str]) -> None:
     devices = _devices(options.devices)
     runner = Sweep(folder, [*configs, *flags], kinds, devices, trust=options.trust)
     print(f"{len(kinds)} kinds, {len(rates)} rates with seed 0, then seeds 0 … {options.seeds - 1} at the best rate")
-    with _terminable():
-        runner.run([Cell(kind, rate, 0) for kind in kinds for rate in rates])
-        chosen = {kind: rate for kind in kinds if (rate := best_rate(kind, runner.outcomes)) is not None}
-        finals = [Cell(kind, rate, seed) for seed in range(options.seeds) for kind, rate in chosen.items()]
-        runner.run(finals, test=True)
+    runner.run([Cell(kind, rate, 0) for kind in kinds for rate in rates])
+    chosen = {kind: rate for kind in kinds if (rate := best_rate(kind, runner.outcomes)) is not None}
+    finals = [Cell(kind, rate, seed) for seed in range(options.seeds) for kind, rate in chosen.items()]
+    runner.run(finals, test=True)
     report(folder, list(kinds), rates, chosen, runner.outcomes)
     if not chosen:
         cell, outcome = next(iter(runner.outcomes.items()))
@@ -206,7 +202,7 @@ class Sweep:
     def _outcome(self, cell: Cell, reason: str | None) -> Outcome:
         run = self._newest(cell)
         if reason is not None or run is None:
-            return Outcome(None, reason or "it wrote no checkpoint")
+            return Outcome(None, reason or "its checkpoints were deleted")
         record = read_run(run, trust=self._trust)
         return Outcome(None, record.remark) if record.remark else Outcome(record, None)
 
@@ -234,10 +230,12 @@ class Sweep:
         (self.folder / str(cell)).mkdir(parents=True, exist_ok=True)
         log = self.folder / str(cell) / "output.txt"
         code, message = self._child([*args, *self._common], log, device, self._stopping)
-        if code in _INTERRUPTED:
-            raise KeyboardInterrupt
+        if (number := abs(code) % 128) in SIGNALS:  # -15: before the child handled signals
+            raise Stopped(number)
         if code:
             return message or f"exit code {code}"
+        if self._newest(cell) is None:
+            return "it wrote no checkpoint"
         with self._lock, whole(self.folder / RECORD) as part:  # a thread for each device
             self._done.setdefault(str(cell), []).append(args[0])
             self._trained[cell.kind] = self.kinds[cell.kind]
@@ -306,7 +304,7 @@ def run_child(args: list[str], log: Path, device: str | None, stopping: threadin
         Its exit code, negative for the signal that killed it, and its error message.
 
     Raises:
-        KeyboardInterrupt: If the sweep is stopping.
+        CancelledError: If the sweep is stopping.
     """
     environment = {**os.environ, **({} if device is None else {"CUDA_VISIBLE_DEVICES": device})}
     with log.open("ab") as output:
@@ -314,7 +312,7 @@ def run_child(args: list[str], log: Path, device: str | None, stopping: threadin
         command = [sys.executable, "-m", "lit_effattn.cli", *args]
         with _starting:
             if stopping.is_set():
-                raise KeyboardInterrupt
+                raise CancelledError
             child = subprocess.Popen(  # in its own session: Ctrl-C reaches only this process, which stops the child
                 command, stdout=output, stderr=subprocess.STDOUT, env=environment, start_new_session=True
             )
@@ -337,26 +335,6 @@ def _terminate_children() -> None:
         child.terminate()
     for child in list(_children):
         child.wait()
-
-
-@contextmanager
-def _terminable() -> Iterator[None]:
-    """Treat SIGTERM and SIGHUP as Ctrl-C, which stops the children too, but ignore what nohup ignores."""
-    known = [getattr(signal, name) for name in ("SIGTERM", "SIGHUP") if hasattr(signal, name)]
-    previous = {number: handler for number in known if (handler := signal.getsignal(number)) != signal.SIG_IGN}
-
-    def interrupt(*_: Any) -> None:
-        for number in previous:
-            signal.signal(number, signal.SIG_IGN)  # a closed terminal sends two, and the first is being obeyed
-        raise KeyboardInterrupt
-
-    try:
-        for number in previous:
-            signal.signal(number, interrupt)
-        yield
-    finally:
-        for number, handler in previous.items():
-            signal.signal(number, handler)
 
 
 def _own_kinds(options: argparse.Namespace) -> list[str]:

@@ -12,6 +12,7 @@ from typing import NoReturn
 from lit_effattn.checkpoints.printable import printable
 from lit_effattn.settings import parsers
 from lit_effattn.settings.own_classes import add_current_folder
+from lit_effattn.stopping import Stopped, stoppable
 
 # Lightning 2.6 itself uses deprecated functions of jsonargparse; users cannot change that.
 os.environ.setdefault("JSONARGPARSE_DEPRECATION_WARNINGS", "off")
@@ -89,13 +90,21 @@ INTERRUPTED, UNREAD = 130, 141
 def main(args: list[str] | None = None) -> None:
     """Run the command. An error of the user ends it with one message and exit code 1 or 2.
 
+    A signal ends it with 128 + the signal's number: see `lit_effattn.stopping`.
     A closed output pipe, as in `lit-effattn kinds | head -3`, ends it without a message.
     """
     try:
-        try:
-            _main(args)
-        finally:
-            sys.stdout.flush()
+        with stoppable():
+            try:
+                _main(args)
+            finally:
+                sys.stdout.flush()
+    except Stopped as stop:
+        if stop.code and not stop.message and not isinstance(stop.__context__, Stopped):
+            print(f"\nStopped by {stop.name}.", file=sys.stderr)
+        raise
+    except KeyboardInterrupt:
+        sys.exit(INTERRUPTED)
     except BrokenPipeError as error:
         if not _is_stdout_closed():
             fail(_message(error))
@@ -158,8 +167,8 @@ def _main(args: list[str] | None) -> None:
         call()
     except UsageError as error:
         fail(plain(str(error)), code=2)
-    except KeyboardInterrupt:
-        sys.exit(INTERRUPTED)
+    except Stopped:
+        raise
     except SystemExit as error:
         # Lightning turns Ctrl-C into the exit code 1.
         sys.exit(INTERRUPTED if isinstance(error.__context__, KeyboardInterrupt) else error.code)

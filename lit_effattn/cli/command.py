@@ -40,6 +40,7 @@ import lit_effattn.tasks.schedules
 
 # These imports make the classes known by their short names in YAML and flags.
 from lit_effattn import callbacks, datamodules
+from lit_effattn.callbacks.lightning_internals import leave_signals_alone
 from lit_effattn.checkpoints import slurm
 from lit_effattn.checkpoints.averaging import average_parameters
 from lit_effattn.checkpoints.io import AtomicCheckpointIO, read_checkpoint, with_config, without_folders
@@ -466,7 +467,7 @@ class CLI(LightningCLI):
         if any(isinstance(callback, callbacks.ParameterSummary) for callback in kwargs["callbacks"]):
             kwargs["enable_model_summary"] = False  # else Lightning logs a remark
         try:
-            return super().instantiate_trainer(**kwargs)
+            trainer: pl.Trainer = super().instantiate_trainer(**kwargs)
         except TypeError as error:
             if "`devices`" not in str(error):
                 raise
@@ -480,12 +481,15 @@ class CLI(LightningCLI):
             raise ValueError(
                 f"trainer.callbacks has two equal ones, {', '.join(twice)}; remove one, or change its settings"
             ) from error
+        leave_signals_alone(trainer)
+        return trainer
 
     def _standard_callbacks(self, config: Any, folder: Path, quiet: bool, kwargs: dict[str, Any]) -> list[pl.Callback]:
         given = {type(callback) for callback in _as_list(config.callbacks)}
         standard: list[pl.Callback] = []
         if config.enable_progress_bar is not False and not any(issubclass(t, pl.callbacks.ProgressBar) for t in given):
             standard.append(callbacks.ProgressBar())
+        standard.append(callbacks.StopOnSignal())
         if self.subcommand != "fit":
             return standard
         if config.enable_model_summary is not False and not any(
@@ -497,7 +501,6 @@ class CLI(LightningCLI):
         if callbacks.CheckFinite not in given:
             standard.append(callbacks.CheckFinite())
         standard += [
-            callbacks.StopOnSignal(),
             callbacks.RandomStates(restore=seed_kept),
             callbacks.CostLog(),
             Configuration(self.settings(), self.arguments.typed, self._lock, _own_loggers(config.logger)),

@@ -19,6 +19,7 @@ from lit_effattn.checks import at_least
 from lit_effattn.datamodules.common.files import regular
 from lit_effattn.datamodules.speech.audio import AudioError, stream_audio, stream_pipe
 from lit_effattn.settings import parsers
+from lit_effattn.stopping import Receiver, Stopped, handle
 from lit_effattn.tasks.ctc import BeamDecoder
 from lit_effattn.tasks.kept_states import check_replaceable, load_stream, save_stream
 from lit_effattn.tasks.speech import SpeechRecognizer
@@ -68,7 +69,7 @@ def stream(args: list[str]) -> None:
             with _uninterrupted():
                 _print(phones(samples), times=given.times)
                 heard = True
-    except KeyboardInterrupt:
+    except (KeyboardInterrupt, Stopped):
         if given.save_state is None or heard:
             _finish(phones, given)
         raise
@@ -100,15 +101,15 @@ def _finish(stream: SpeechStream, given: Namespace) -> None:
 
 @contextmanager
 def _uninterrupted() -> Iterator[None]:
-    """Let Ctrl-C wait for the end of the block, since half a step would leave a stream that stands nowhere."""
-    received = list[int]()
-    before = signal.signal(signal.SIGINT, lambda number, frame: received.append(number))
+    """Let a signal wait for the end of the block, since half a step would leave a stream that stands nowhere."""
+    receiver = Receiver(lambda number: None)
+    restore = handle(receiver)
     try:
         yield
     finally:
-        signal.signal(signal.SIGINT, before)
-    if received:
-        signal.raise_signal(signal.SIGINT)
+        restore()
+    if receiver.number:
+        signal.raise_signal(receiver.number)
 
 
 def _sound(name: str, sample_rate: int, block_ms: int) -> Iterator[Tensor]:

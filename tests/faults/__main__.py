@@ -8,7 +8,8 @@ whatever else differs.
 
 Without --cells, runs are killed (SIGKILL to all their processes) at random times and at named moments. With --cells
 they are stopped in order, by SIGTERM or by a time limit, in a cover of all pairs of task, limits, moment, processes,
-accumulation, validation and schedule. The exit code is 1 if any resumed run differs.
+accumulation, validation and schedule. The exit code is 1 if any resumed run differs. With --signals, all commands get
+signals: see `tests.faults.signals`.
 """
 
 from __future__ import annotations
@@ -27,10 +28,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import yaml
 
-from lit_effattn.checkpoints.runs import find_checkpoint
-from tests.faults.cases import DIMENSIONS, EPOCHS, TRUST, Settings, pairwise, write_data
+from tests.faults import signals
+from tests.faults.cases import DIMENSIONS, EPOCHS, TRUST, Settings, newest, pairwise, start, write_data
 from tests.faults.comparison import (
     compare_best,
     compare_checkpoints,
@@ -227,25 +227,9 @@ def compare(whole: Path, resumed: Path, may_add: int | None) -> str | None:
     )
 
 
-def start(settings: Settings, folder: Path) -> list[str]:
-    """Return the arguments of a new run."""
-    folder.mkdir(parents=True, exist_ok=True)
-    config = folder / "config.yaml"
-    config.write_text(yaml.safe_dump(settings.config()))
-    return ["fit", "--config", str(config), "--trainer.default_root_dir", str(folder / "runs")]
-
-
 def resume(folder: Path) -> list[str]:
     """Return the arguments that resume the newest run."""
     return ["fit", "--ckpt_path", "last", "--trainer.default_root_dir", str(folder / "runs"), *TRUST]
-
-
-def newest(folder: Path) -> Path | None:
-    """Return the run that `--ckpt_path last` resumes, or None."""
-    try:
-        return find_checkpoint("last", folder / "runs").parent.parent
-    except FileNotFoundError:
-        return None
 
 
 def step_of(checkpoint: Path) -> int:
@@ -366,6 +350,7 @@ def parse(args: list[str]) -> argparse.Namespace:
     parser.add_argument("--kills", type=int, metavar="N", help="number of kills (default: 100)")
     parser.add_argument("--cells", action="store_true", help="the orderly stops; with --kills N, both")
     parser.add_argument("--quick", action="store_true", help="a few stops and kills of one process, under a minute")
+    parser.add_argument("--signals", action="store_true", help="send signals to all commands instead")
     parser.add_argument("--seed", type=int, default=0, help="seed of the kills (default: 0)")
     parser.add_argument("--only", choices=DIMENSIONS["task"], help="one task")
     parser.add_argument("--moment", choices=MOMENTS, help="kill each run first at this moment (default: at any)")
@@ -409,6 +394,8 @@ def main(args: list[str]) -> int:
     outcomes: list[Outcome] = []
     os.chdir(folder)
     write_data()
+    if options.signals:
+        return int(signals.table(signals.cells()) > 0)
     harness = Harness()
     for settings, interruptions in trials(options, outcomes):
         settings = replace(settings, asynchronous=options.asynchronous, sharded=options.sharded)

@@ -11,7 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import yaml
 
+from lit_effattn.checkpoints.runs import find_checkpoint
 from tests.support.commands import spec
 from tests.support.tones import Tones
 
@@ -223,6 +225,22 @@ def write_data() -> None:
         words = ["".join(rng.choice(list("abcd"), 5)) for _ in range(n)]  # of one length: ten batches of ten
         Path("pairs", f"{split}.tsv").write_text("".join(f"{word}\t{word[::-1]}\n" for word in words))
     Tones(n=24).prepare()
+
+
+def start(settings: Settings, folder: Path) -> list[str]:
+    """Return the arguments of a new run."""
+    folder.mkdir(parents=True, exist_ok=True)
+    config = folder / "config.yaml"
+    config.write_text(yaml.safe_dump(settings.config()))
+    return ["fit", "--config", str(config), "--trainer.default_root_dir", str(folder / "runs")]
+
+
+def newest(folder: Path) -> Path | None:
+    """Return the run that `--ckpt_path last` resumes, or None."""
+    try:
+        return find_checkpoint("last", folder / "runs").parent.parent
+    except FileNotFoundError:
+        return None
 
 
 def pairwise(dimensions: Mapping[str, Sequence[Any]], expensive: str = "") -> list[dict[str, Any]]:

@@ -6,6 +6,7 @@ import io
 import json
 import os
 import signal
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,17 @@ STARTED = "LIT_EFFATTN_FAULT_STARTED"
 """Environment variable with the path of a file that is written when the fit starts."""
 
 
+NOW, RELEASED = "now", "released"
+"""Files beside the plan: the moment has come, which a run that is held writes, and the run may go on."""
+
+
+def hold(plan: Path) -> None:
+    """Wait at the moment of a plan until a signal was sent."""
+    plan.with_name(NOW).touch()
+    while not plan.with_name(RELEASED).exists():
+        time.sleep(0.005)
+
+
 class Fault(pl.Callback):
     """Acts once, when the moment of the plan comes. The plan is then renamed, so that the resumed run goes on.
 
@@ -28,10 +40,10 @@ class Fault(pl.Callback):
 
     A plan has the keys
 
-    - act: "kill" (SIGKILL to all processes of the run), "term" (SIGTERM to the first process), or "stop"
-      (`trainer.should_stop`, as Lightning's `Timer` sets it);
-    - moment: a hook (train_batch_start, train_batch_end, validation_batch_start, train_epoch_end), or
-      write (in the middle of writing a checkpoint), before_rename, after_rename;
+    - act: "kill" (SIGKILL to all processes of the run), "term" (SIGTERM to the first process), "stop"
+      (`trainer.should_stop`, as Lightning's `Timer` sets it), or "hold" (see `hold`);
+    - moment: a hook (train_batch_start, train_batch_end, validation_batch_start, test_batch_start, predict_batch_start,
+      train_epoch_end), sanity_check, or write (in the middle of writing a checkpoint), before_rename, after_rename;
     - epoch and, of a batch, batch; or file and nth: the n-th write of the checkpoint with that name;
     - term, if SIGTERM is sent before the act: its moment, epoch and batch. Writes are counted from there.
     """
@@ -43,7 +55,7 @@ class Fault(pl.Callback):
         self._inside = False
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        if stage == "fit" and self._path.is_file():
+        if self._path.is_file():
             self._plan = json.loads(self._path.read_text())
             if "file" in self._plan and "term" not in self._plan:
                 self._patch()
@@ -64,8 +76,19 @@ class Fault(pl.Callback):
     def on_validation_batch_start(
         self, trainer: pl.Trainer, pl_module: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
-        if not trainer.sanity_checking:
-            self._at(trainer, moment="validation_batch_start", batch=batch_idx)
+        self._at(
+            trainer, moment="sanity_check" if trainer.sanity_checking else "validation_batch_start", batch=batch_idx
+        )
+
+    def on_test_batch_start(
+        self, trainer: pl.Trainer, pl_module: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
+    ) -> None:
+        self._at(trainer, moment="test_batch_start", batch=batch_idx)
+
+    def on_predict_batch_start(
+        self, trainer: pl.Trainer, pl_module: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
+    ) -> None:
+        self._at(trainer, moment="predict_batch_start", batch=batch_idx)
 
     def _at(self, trainer: pl.Trainer, **now: Any) -> None:
         now["epoch"] = trainer.current_epoch
@@ -90,7 +113,9 @@ class Fault(pl.Callback):
             trainer.should_stop = True
         if trainer is None or trainer.is_global_zero:
             self._path.replace(self._path.with_suffix(".done"))
-            if act == "kill":
+            if act == "hold":
+                hold(self._path)
+            elif act == "kill":
                 os.killpg(0, signal.SIGKILL)
             elif act == "term":
                 os.kill(os.getpid(), signal.SIGTERM)

@@ -9,8 +9,9 @@ import subprocess
 import sys
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ import torch.utils.tensorboard
 
 import lit_effattn.cli.command  # noqa: F401
 from lit_effattn.cli import main
-from tests.faults.moments import PLAN, STARTED
+from tests.faults.moments import NOW, PLAN, STARTED
 
 REPOSITORY = Path(__file__).parent.parent.parent
 PATIENCE = 120
@@ -38,10 +39,19 @@ class Run:
         folder: Folder for the output, the plan (see `Fault`) and the cache.
         cache: Folder for prepared data.
         plan: What the callback `Fault` is to do, or None.
+        environment: Further variables.
+        prepare: Called in the forked process with the path of the plan.
     """
 
     def __init__(
-        self, args: Sequence[str], processes: int, folder: Path, cache: Path, plan: dict[str, Any] | None = None
+        self,
+        args: Sequence[str],
+        processes: int,
+        folder: Path,
+        cache: Path,
+        plan: dict[str, Any] | None = None,
+        environment: Mapping[str, str] | None = None,
+        prepare: Callable[[Path], None] | None = None,
     ) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self.output, self.plan, self.marker = folder / "output.txt", folder / "plan.json", folder / "started.txt"
@@ -54,11 +64,13 @@ class Run:
             STARTED: str(self.marker.resolve()),
             "XDG_CACHE_HOME": str(cache.resolve()),
             "OMP_NUM_THREADS": "1",
+            **(environment or {}),
         }
         self._planned = plan is not None
         self.begun = time.monotonic()
         if processes == 1:
-            self.pid = fork(lambda: _command(args, added), self.output)
+            path = self.plan.resolve()
+            self.pid = fork(lambda: _command(args, added, prepare and partial(prepare, path)), self.output)
         else:
             with self.output.open("a") as output:
                 self._process = subprocess.Popen(
@@ -72,13 +84,19 @@ class Run:
 
     def started(self) -> float | None:
         """Wait until the training starts. Return the seconds that it took, or None if the run ended before."""
-        while not self.marker.exists():
-            if os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None:
-                return None
-            if time.monotonic() - self.begun > PATIENCE:
-                return None
+        return time.monotonic() - self.begun if self._wrote(self.marker) else None
+
+    def holds(self) -> bool:
+        """Wait until the moment at which the plan holds the run. Return False if the run ended before."""
+        return self._wrote(self.plan.with_name(NOW))
+
+    def _wrote(self, path: Path) -> bool:
+        while not path.exists():
+            ended = os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
+            if ended or time.monotonic() - self.begun > PATIENCE:
+                return False
             time.sleep(0.005)
-        return time.monotonic() - self.begun
+        return True
 
     def interrupted(self, code: int) -> bool:
         """Return whether the run, which ended with `code`, was interrupted: by its plan or from outside."""
@@ -143,7 +161,9 @@ def in_fork(function: Callable[[], Any], folder: Path) -> Any:
     return json.loads(result.read_text())
 
 
-def _command(args: Sequence[str], environment: dict[str, str]) -> None:
+def _command(args: Sequence[str], environment: dict[str, str], prepare: Callable[[], None] | None) -> None:
     os.environ.update(environment)
+    if prepare is not None:
+        prepare()
     torch.set_num_threads(1)
     main(list(args))

@@ -10,6 +10,7 @@ from tests.support.commands import REPOSITORY
 ROOMS: dict[str, set[str]] = {
     "checks": set(),
     "hparams": set(),
+    "stopping": set(),
     "sequence": {"hparams"},
     "ops": {"sequence"},
     "attention": {"ops", "sequence", "hparams"},
@@ -20,7 +21,7 @@ ROOMS: dict[str, set[str]] = {
     "checkpoints": set(),
     "generation": {"nn", "attention", "ops", "sequence"},
     "distributed": {"nn", "attention", "sequence", "checkpoints"},
-    "callbacks": {"distributed", "nn", "ops", "sequence", "checkpoints", "drawing"},
+    "callbacks": {"distributed", "nn", "ops", "sequence", "checkpoints", "drawing", "stopping"},
     "tasks": {
         "callbacks",
         *("generation", "distributed", "nn", "attention", "sequence", "hparams"),
@@ -33,11 +34,11 @@ ROOMS: dict[str, set[str]] = {
     },
     "analysis": {
         *("settings", "tasks", "callbacks", "generation", "nn", "attention", "sequence", "hparams"),
-        *("datamodules", "checkpoints", "drawing"),
+        *("datamodules", "checkpoints", "drawing", "stopping"),
     },
     "cli": {
         *("interchange", "settings", "tasks", "distributed", "nn", "attention", "ops", "sequence", "hparams"),
-        *("callbacks", "datamodules", "checkpoints", "drawing", "laws"),
+        *("callbacks", "datamodules", "checkpoints", "drawing", "laws", "stopping"),
     },
     "__init__": {"nn", "tasks", "checkpoints"},  # when they are asked for
 }

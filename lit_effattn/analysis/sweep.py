@@ -230,7 +230,7 @@ class Sweep:
         (self.folder / str(cell)).mkdir(parents=True, exist_ok=True)
         log = self.folder / str(cell) / "output.txt"
         code, message = self._child([*args, *self._common], log, device, self._stopping)
-        if (number := abs(code) % 128) in SIGNALS:  # -15: before the child handled signals
+        if (number := code - 128 if code > 128 else -code) in SIGNALS:  # -15: before it handled signals
             raise Stopped(number)
         if code:
             return message or f"exit code {code}"

@@ -6,7 +6,7 @@ import json
 import signal
 import subprocess
 import warnings
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import CancelledError, ThreadPoolExecutor
 from itertools import pairwise
 from pathlib import Path
 from statistics import mean, stdev
@@ -24,7 +24,6 @@ from lit_effattn.analysis.sweep import (
     _children,
     _devices,
     _rates,
-    _terminable,
     _terminate_children,
     parse_kind,
     read_record,
@@ -38,6 +37,7 @@ from lit_effattn.checkpoints.runs import new_folder
 from lit_effattn.cli import main
 from lit_effattn.drawing import plots
 from lit_effattn.settings.arguments import File
+from lit_effattn.stopping import Stopped
 from tests.support.commands import REPOSITORY, fails
 
 CONFIG = {
@@ -91,6 +91,14 @@ def cells(rates: tuple[float, ...], seeds: int) -> list[Cell]:
     return [Cell(kind, rate, seed) for kind in KINDS for rate in rates for seed in range(seeds)]
 
 
+def checkpoints(folder: Path) -> None:
+    """Write the names of a run's checkpoints."""
+    run = new_folder(folder, "2026-01-01_00-00-00") / "checkpoints"
+    run.mkdir()
+    for name in ("last.ckpt", "best.ckpt"):
+        (run / name).touch()
+
+
 class InThisThread:
     """In place of a ThreadPoolExecutor: signals reach only the main thread."""
 
@@ -121,8 +129,9 @@ def swept(tmp_path_factory: pytest.TempPathFactory) -> Any:
         Path("tiny.yaml").write_text(yaml.safe_dump(CONFIG))
         children = Children()
         children.stopped = 2
-        with pytest.raises(KeyboardInterrupt):
+        with pytest.raises(Stopped) as stopped:
             Sweep(Path("out"), FLAGS, KINDS, child=children).run(cells(RATES, 1))
+        assert stopped.value.code == 143
         before = len(children.calls)
         sweep = Sweep(Path("out"), FLAGS, KINDS, child=children)
         sweep.run(cells(RATES, 1))
@@ -191,10 +200,11 @@ def test_two_classes_of_one_name_do_not_share_their_runs(tmp_path: Path):
 
     def child(args: list[str], log: Path, device: str | None, stopping: Event) -> tuple[int, str]:
         calls.append(args)
+        checkpoints(log.parent)
         return 0, ""
 
     def run(kind: str) -> None:
-        Sweep(tmp_path, FLAGS, dict([parse_kind(kind)]), child=child).run([Cell("Mine", 0.1, 0)])
+        assert Sweep(tmp_path, FLAGS, dict([parse_kind(kind)]), child=child)._fit(Cell("Mine", 0.1, 0), None) is None
 
     run("a.Mine")
     with pytest.raises(ValueError, match=r"a sweep with .*attention a\.Mine, not .*attention b\.Mine; give this class"):
@@ -392,7 +402,7 @@ def test_children_have_their_device_and_are_stopped_with_the_sweep(tmp_path: Pat
 def test_a_sweep_that_is_stopping_starts_no_child(tmp_path: Path):
     stopping = Event()
     stopping.set()
-    with pytest.raises(KeyboardInterrupt):
+    with pytest.raises(CancelledError):
         run_child(["nonsense"], tmp_path / "log", None, stopping)
 
 
@@ -419,21 +429,30 @@ def test_a_child_that_is_being_started_is_stopped_too(tmp_path: Path, monkeypatc
     assert codes == [-signal.SIGTERM]
 
 
-@pytest.mark.skipif(not hasattr(signal, "SIGHUP"), reason="Windows has no SIGHUP")
-def test_a_closed_terminal_interrupts_once_and_not_under_nohup(monkeypatch: pytest.MonkeyPatch):
-    before = signal.getsignal(signal.SIGHUP)
-    try:
-        signal.signal(signal.SIGHUP, signal.SIG_DFL)
-        with _terminable():
-            with pytest.raises(KeyboardInterrupt):
-                signal.raise_signal(signal.SIGHUP)
-            signal.raise_signal(signal.SIGHUP)
-        assert signal.getsignal(signal.SIGHUP) == signal.SIG_DFL
-        signal.signal(signal.SIGHUP, signal.SIG_IGN)
-        with _terminable():
-            signal.raise_signal(signal.SIGHUP)
-    finally:
-        signal.signal(signal.SIGHUP, before)
+@pytest.mark.parametrize("code", [143, 138, 130, 129, -signal.SIGTERM])
+def test_a_stopped_child_is_not_done(code: int, tmp_path: Path):
+    """Also in its test, and before it handles signals."""
+    cell, codes = Cell("LinearAttention", 0.1, 0), iter([0, code, 0])
+
+    def child(args: list[str], log: Path, device: str | None, stopping: Event) -> tuple[int, str]:
+        checkpoints(log.parent)
+        return next(codes), ""
+
+    with pytest.raises(Stopped) as stopped:
+        Sweep(tmp_path, [], KINDS, child=child)._run_one(cell, True, "")
+    assert stopped.value.code == (code if code > 0 else 143)
+    assert read_record(tmp_path / RECORD)[1] == {str(cell): ["fit"]}
+    assert Sweep(tmp_path, [], KINDS, child=child)._test(cell, None) is None
+    assert read_record(tmp_path / RECORD)[1] == {str(cell): ["fit", "test"]}
+
+
+def test_a_fit_that_writes_no_checkpoint_is_tried_again(tmp_path: Path):
+    """Its exit code is 0, as that of `--trainer.fast_dev_run 1`."""
+    cell = Cell("LinearAttention", 0.1, 0)
+    for _ in range(2):
+        made = Sweep(tmp_path, [], KINDS, child=lambda *_: (0, ""))
+        assert made._fit(cell, None) == "it wrote no checkpoint"
+    assert not (tmp_path / RECORD).exists()
 
 
 def test_what_is_trusted_is_trusted_in_tests_too(tmp_path: Path):
@@ -441,9 +460,7 @@ def test_what_is_trusted_is_trusted_in_tests_too(tmp_path: Path):
 
     def child(args: list[str], log: Path, device: str | None, stopping: Event) -> tuple[int, str]:
         calls.append(args)
-        folder = new_folder(tmp_path / "out" / str(cell), "2026-01-01_00-00-00") / "checkpoints"
-        folder.mkdir()
-        (folder / "best.ckpt").touch()
+        checkpoints(log.parent)
         return 0, ""
 
     cell = Cell("LinearAttention", 0.1, 0)

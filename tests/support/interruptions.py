@@ -2,6 +2,8 @@
 
 import os
 import resource
+import signal
+import subprocess
 from pathlib import Path
 
 import lightning.pytorch as pl
@@ -24,6 +26,24 @@ class SignalAt(pl.Callback):
                     return
                 self.once.touch()
             os.kill(os.getpid(), self.number)
+
+
+class SignalToGroup(pl.Callback):
+    """Has another process send a signal to this process and those that load its data, in a step or a test."""
+
+    def __init__(self, step: int, number: int) -> None:
+        self.step, self.number = step, number
+
+    def setup(self, *_: object, **__: object) -> None:
+        os.setpgid(0, 0)
+
+    def on_train_batch_start(self, trainer: pl.Trainer, *_: object) -> None:
+        if trainer.global_step == self.step:
+            name = signal.Signals(self.number).name
+            subprocess.run(["kill", "-s", name, "--", f"-{os.getpid()}"], start_new_session=True, check=True)
+
+    def on_test_batch_start(self, trainer: pl.Trainer, *_: object) -> None:
+        self.on_train_batch_start(trainer)
 
 
 class FullDiskAt(pl.Callback):

@@ -8,7 +8,7 @@ UV     := $(BIN)/uv
 BEST   := --ckpt_path best --trainer.default_root_dir runs/$(basename $(notdir $(CONFIG)))
 
 .DEFAULT_GOAL := help
-.PHONY: help install locked demo check test test-all faults lint bench bench-gpu reproduce-small models docs clean
+.PHONY: help install locked demo check test test-all test-machines faults lint bench bench-gpu reproduce-small models docs clean
 .PHONY: laws-of-others lock lint-release release-check release audit sbom
 
 help:  ## Show what can be made.
@@ -38,6 +38,9 @@ test: lint  ## Lint, check types, run the tests.
 test-all: test  ## The tests, and those that go through every configuration and kind (40 minutes on 2 cores).
 	$(BIN)/pytest -n 2 --dist worksteal -m "exhaustive and not processes" -q
 	$(BIN)/pytest -m "exhaustive and processes" -q
+
+test-machines: $(VENV)/.installed-dev  ## Run the tests of numbers as other processors would, and print a table (an hour on 2 cores).
+	$(BIN)/python -m tests.machines
 
 faults: $(VENV)/.installed-dev  ## Stop commands, kill training runs, compare the resumed runs (about 25 minutes on 2 cores).
 	$(BIN)/python -m tests.faults --signals

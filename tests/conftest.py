@@ -30,7 +30,9 @@ def pytest_collection_finish() -> None:
 
 @pytest.fixture(autouse=True)
 def _repeatable():
-    """One thread (tests run side by side; small tensors gain nothing from more), one seed, no mode of a test before."""
-    torch.set_num_threads(1)
+    """One thread (tests run side by side; small tensors gain nothing from more), one seed, no mode of a test before.
+
+    `make test-machines` sets the number of threads."""
+    torch.set_num_threads(int(os.environ.get("TEST_THREADS", "1")))
     torch.use_deterministic_algorithms(False)
     torch.manual_seed(0)

@@ -1,0 +1,119 @@
+"""`make test-machines`: the tests of numbers as other processors would run them; a table, a line a setting.
+
+A setting is one value of each of `FACTORS`. They are not multiplied: each pair of values is in one setting at least.
+What the processor lacks is left out, and said. `TORCH_OLD` names the interpreter of an environment with the oldest
+supported torch; make one with
+
+    python -m venv build/oldest && build/oldest/bin/pip install 'torch==2.11.*' --editable '.[dev]'
+
+Logs and the names of failed tests are in build/machines/.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import time
+from itertools import combinations, product
+from pathlib import Path
+
+FOLDERS = ("ops", "attention", "nn", "laws", "generation", "interchange", "tasks", "test_sequence.py")
+LEVELS = ["default", "avx2", "avx512"]
+INSTRUCTIONS = dict(zip(LEVELS, ("SSE4_2", "AVX2", "AVX512"), strict=True))
+FACTORS = ("ATen", "MKL", "threads", "compiler", "torch")
+LOGS = Path("build/machines")
+
+
+def asked(python: str, expression: str) -> str:
+    """Return the value of an expression of torch in a process without settings."""
+    command = [python, "-c", f"import torch; print({expression})"]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+
+
+def values() -> list[list[str]]:
+    """Return the values of each of `FACTORS` that this machine has; say which are left out."""
+    capability = asked(sys.executable, "torch.backends.cpu.get_cpu_capability()").lower()
+    levels = LEVELS[: LEVELS.index(capability) + 1] if capability in LEVELS else LEVELS[:1]
+    for level in LEVELS[len(levels) :]:
+        print(f"left out: {level}, which the processor lacks")
+    mkl = [INSTRUCTIONS[level] for level in levels]
+    if asked(sys.executable, "torch.backends.mkl.is_available()") != "True":
+        print("left out: MKL_ENABLE_INSTRUCTIONS, because this torch has no MKL")
+        mkl = ["-"]
+    torches = {sys.executable: asked(sys.executable, "torch.__version__")}
+    if old := os.environ.get("TORCH_OLD"):
+        torches[old] = asked(old, "torch.__version__")
+    else:
+        print("left out: the oldest torch; name its interpreter in TORCH_OLD (see `python -m tests.machines --help`)")
+    return [levels, mkl, ["1", "2", "3"], ["with", "without"], list(torches)]
+
+
+def cover(factors: list[list[str]]) -> list[tuple[str, ...]]:
+    """Return settings of which each pair of values of two factors is in one at least, by the greedy algorithm."""
+
+    def pairs(setting: tuple[str, ...]) -> set[tuple[tuple[int, str], ...]]:
+        return set(combinations(enumerate(setting), 2))
+
+    every = list(product(*factors))
+    missing, chosen = set().union(*map(pairs, every)), []
+    while missing:
+        chosen.append(max(every, key=lambda setting: len(pairs(setting) & missing)))
+        missing -= pairs(chosen[-1])
+    return chosen
+
+
+def run(number: int, setting: tuple[str, ...]) -> tuple[str, list[str]]:
+    """Run the tests under a setting; return the table's columns and the failed tests."""
+    level, mkl, threads, compiler, python = setting
+    environment = {**os.environ, "ATEN_CPU_CAPABILITY": level, "TEST_THREADS": threads, "OMP_NUM_THREADS": threads}
+    environment |= {} if mkl == "-" else {"MKL_ENABLE_INSTRUCTIONS": mkl}
+    environment |= {"CXX": "no-compiler"} if compiler == "without" else {}
+    command = [
+        python,
+        "-m",
+        "pytest",
+        "-n",
+        "2",
+        "-q",
+        "-m",
+        "not exhaustive and not processes",
+        "-p",
+        "no:cacheprovider",
+    ]
+    start = time.monotonic()
+    with (LOGS / f"{number}.log").open("w") as log:
+        code = subprocess.run(
+            [*command, *(f"tests/{name}" for name in FOLDERS)], env=environment, stdout=log, stderr=log, check=False
+        ).returncode
+    text = (LOGS / f"{number}.log").read_text()
+    failed = re.findall(r"^(?:FAILED|ERROR) (\S+)", text, re.MULTILINE)
+    if code and not failed:
+        failed = [f"pytest ended with {code}: see {log.name}"]
+    passed = re.findall(r"(\d+) passed", text)
+    return f"{(passed or ['0'])[-1]} | {len(failed)} | {time.monotonic() - start:.0f}", failed
+
+
+def main() -> int:
+    """Print the table; return whether any test failed."""
+    if "--help" in sys.argv:
+        print(__doc__)
+        return 0
+    LOGS.mkdir(parents=True, exist_ok=True)
+    settings, failures = cover(values()), []
+    print(
+        "| ATEN_CPU_CAPABILITY | MKL_ENABLE_INSTRUCTIONS | threads | C++ compiler | torch | passed | failed | seconds |"
+    )
+    print("|---|---|--:|---|---|--:|--:|--:|")
+    for number, setting in enumerate(settings):
+        columns, failed = run(number, setting)
+        version = asked(setting[-1], "torch.__version__")
+        print("|", " | ".join(setting[:-1]), "|", version, "|", columns, "|", flush=True)
+        failures += [f"{number}: {name}" for name in failed]
+    print(*failures, sep="\n")
+    return bool(failures)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,4 +1,4 @@
-"""Builders of data sets from public packages: `python -m scripts.NAME --help`."""
+"""Builders of data and models, and checks of this repository: `python -m scripts.NAME --help`."""
 
 from argparse import ArgumentParser, RawDescriptionHelpFormatter
 

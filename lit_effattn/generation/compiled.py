@@ -31,7 +31,7 @@ from lit_effattn.ops.runtime.quiet import quiet
 from lit_effattn.sequence import SequenceModule, State, donated, map_tensors, tensors
 
 OPTIONS: dict[str, Any] = {"aot_inductor.package_constants_in_so": False, "always_keep_tensor_constants": True}
-"""AOTInductor's options: the weights are no part of a library."""
+"""AOTInductor's options: a library does not contain the weights."""
 
 Run = Callable[[Tensor, list[Tensor]], Tensor]
 """`log_probs = run(tokens, the state's tensors)`, which are overwritten with those of the next state."""

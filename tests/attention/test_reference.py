@@ -1,17 +1,13 @@
-"""The definitions that the laws measure all kinds by: what they import, who may use them, and known special cases."""
+"""The definitions that the laws measure all kinds by: which they are, and known special cases."""
 
-import ast
 import math
 
 import pytest
 import torch
 import torch.nn.functional as F
 
-import lit_effattn.attention
 from lit_effattn.attention import reference
 from lit_effattn.settings.kinds import attention_kinds
-from tests.support.commands import REPOSITORY
-from tests.test_imports import MODULES, imported
 
 B, H, N, D = 2, 2, 13, 4
 
@@ -20,21 +16,6 @@ B, H, N, D = 2, 2, 13, 4
 def heads() -> torch.Tensor:
     """Queries, keys and values: three of (B, H, N, D)."""
     return torch.randn(3, B, H, N, D, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-
-
-def test_it_imports_nothing_of_the_package():
-    tree = ast.parse((REPOSITORY / "lit_effattn" / "attention" / "reference.py").read_text())
-    nodes = [node for node in ast.walk(tree) if isinstance(node, ast.Import | ast.ImportFrom)]
-    names = [n.module if isinstance(n, ast.ImportFrom) else alias.name for n in nodes for alias in n.names]
-    assert {name.split(".")[0] for name in names} == {"torch", "math", "itertools"}
-    assert not [node for node in ast.walk(tree) if isinstance(node, ast.Name) and node.id == "__import__"]
-
-
-def test_the_product_does_not_use_it():
-    users = [module for module in MODULES if "attention.reference" in imported(module)]
-    assert users == []
-    assert "reference" not in lit_effattn.attention.__all__
-    assert "reference" not in (REPOSITORY / "lit_effattn" / "attention" / "__init__.py").read_text()
 
 
 def test_it_has_every_kind():

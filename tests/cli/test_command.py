@@ -116,7 +116,6 @@ def test_training_that_ends_before_its_first_validation_is_announced(caplog: pyt
     assert [path.name for path in (run / "checkpoints").iterdir()] == ["last.ckpt"]
 
 
-@pytest.mark.check
 def test_testing_reports_what_the_checkpoint_scores(run: Path, capsys: pytest.CaptureFixture[str]):
     main(["test", "--ckpt_path", "best"])
     output = re.search(r"^test bits/dim: (\d+\.\d+)$", capsys.readouterr().out, re.M)

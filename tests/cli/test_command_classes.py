@@ -57,7 +57,6 @@ def predicted(run: Path) -> list[dict[str, str]]:
         return list(csv.DictReader(file))
 
 
-@pytest.mark.check
 def test_predictions_agree_with_the_test(capsys: pytest.CaptureFixture[str]):
     """Of images, by a recurrent network."""
     Path("images.yaml").write_text(

@@ -75,7 +75,6 @@ def fit(*args: str) -> Path:
     return last("runs" if "--trainer.default_root_dir" not in args else args[-1]).parent.parent
 
 
-@pytest.mark.check
 def test_training_scoring_and_writing(capsys: pytest.CaptureFixture[str]):
     """The corpus is needed to test, but neither to translate a file nor a single text."""
     run = fit("--model.decode_every_n_epochs", "1")

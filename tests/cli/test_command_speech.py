@@ -53,7 +53,6 @@ def _in_an_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     Path("speech.yaml").write_text(yaml.safe_dump(TINY))
 
 
-@pytest.mark.check
 def test_from_recordings_to_transcripts(capsys: pytest.CaptureFixture[str]):
     """Train and test; then recognise other recordings, with nothing left of the corpus."""
     main(["fit", "--config", "speech.yaml"])

@@ -110,7 +110,6 @@ def documents_cost(run: Path, texts: list[bytes], segment_len: int) -> list[floa
     return costs
 
 
-@pytest.mark.check
 def test_testing_scores_every_byte_once_with_the_memory_handed_on(capsys: pytest.CaptureFixture[str]):
     run = fit("--data.eval_batch_size", "1")
     capsys.readouterr()

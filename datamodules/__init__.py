@@ -12,7 +12,6 @@ from lit_effattn.datamodules.pairs.sequence_pairs import SequencePairs
 from lit_effattn.datamodules.speech.audio import AudioError, read_audio
 from lit_effattn.datamodules.speech.augment import SpecAugment
 from lit_effattn.datamodules.speech.corpora import EspeakCorpus, LibriSpeechCorpus, ManifestCorpus
-from lit_effattn.datamodules.speech.festvox import FestvoxCorpus
 from lit_effattn.datamodules.speech.filterbanks import Filterbanks
 from lit_effattn.datamodules.speech.phonemes import Lexicon, Pronouncer
 from lit_effattn.datamodules.speech.speech_data import SpeechData
@@ -36,7 +35,6 @@ __all__ = [
     "CopyTask",
     "DialogueTask",
     "EspeakCorpus",
-    "FestvoxCorpus",
     "Filterbanks",
     "GroundedDialogues",
     "LabelledBatch",

@@ -12,8 +12,9 @@ import soundfile
 from PIL import Image
 
 from lit_effattn.cli import main
-from tests.datamodules.speech.test_festvox import voice
+from scripts import festvox
 from tests.interchange.test_convert import SIZE, START, tokenizer_json
+from tests.scripts.test_festvox import voice
 from tests.test_docs import FENCE, PAGES, block
 
 pytestmark = pytest.mark.exhaustive
@@ -79,6 +80,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
     _recordings(folder)
     for path in (voice(folder / "data" / "festvox-ru") / "wav").glob("*.wav"):
         soundfile.write(path, rng.uniform(-0.5, 0.5, 16_000), 16_000)
+    festvox.main([str(folder / "data" / "festvox-ru")])
     _pretrained(folder / "gpt2")
     module = block("docs/own-kind.md", "class MeanAttention")
     (folder / "my_module.py").write_text(module + "\n\nclass MyAttention(MeanAttention):\n    pass\n")

@@ -31,23 +31,15 @@ def sampled(cost, length, count):
     return integrate(prefixes, [cost(n) for n in prefixes], length)
 
 
-def test_integral_of_a_linear_cost_is_exact():
-    def cost(n):
-        return 3.0 + 0.5 * n
+def test_the_integral_of_a_cost():
+    assert sampled(lambda n: 3.0 + 0.5 * n, 784, 2) == pytest.approx(total(lambda n: 3.0 + 0.5 * n, 784), rel=1e-12)
 
-    assert sampled(cost, 784, 2) == pytest.approx(total(cost, 784), rel=1e-12)
-
-
-def test_integral_of_a_quadratic_cost_is_near():
-    def cost(n):
+    def quadratic(n):
         return 1.0 + 0.2 * n + 0.01 * n * n
 
-    assert sampled(cost, 3072, 8) == pytest.approx(total(cost, 3072), rel=0.015)
-    assert sampled(cost, 50, 50) == pytest.approx(total(cost, 50), rel=1e-12)  # every prefix: nothing between them
-
-
-def test_integral_is_constant_beyond_the_samples():
-    assert integrate([3, 5], [2.0, 4.0], 6) == 2 + 2 + 2 + 3 + 4 + 4
+    assert sampled(quadratic, 3072, 8) == pytest.approx(total(quadratic, 3072), rel=0.015)
+    assert sampled(quadratic, 50, 50) == pytest.approx(total(quadratic, 50), rel=1e-12)  # every prefix
+    assert integrate([3, 5], [2.0, 4.0], 6) == 2 + 2 + 2 + 3 + 4 + 4  # constant beyond the samples
 
 
 @pytest.mark.parametrize(("marks", "n_steps", "seen"), [([2, 5], 100, 5), ([0, 3], 3, 3)])
@@ -107,31 +99,35 @@ def test_each_kind_is_measured_where_it_can_be(rows):
         assert all(len(samples) == 2 and min(samples) > 0 for samples in [*times, row["remember, s"]["samples"]])
 
 
-@pytest.mark.parametrize("kind", SOURCE)
-def test_bytes_of_a_source_are_those_of_the_definition(kind, rows):
-    for length in (6, 9):
-        # 2 layers of float32 numbers; the length, 8 bytes, and whether there is a source, 1 byte
-        assert rows[length, kind]["source's state, bytes"] == 2 * (4 * SOURCE[kind](length) + 9)
-
-
-def test_beam_search_copies_no_source(rows):
+def test_bytes_are_those_of_the_definition_and_beam_search_copies_no_source(rows):
+    for kind, numbers in SOURCE.items():
+        for length in (6, 9):
+            # 2 layers of float32 numbers; the length, 8 bytes, and whether there is a source, 1 byte
+            assert rows[length, kind]["source's state, bytes"] == 2 * (4 * numbers(length) + 9)
     for row in rows.values():
         hypotheses = 3 * 4  # of 3 sentences
         copied = row["select would copy"] - row["reorder copies, bytes/token"]
         assert copied == hypotheses * row["source's state, bytes"]
 
 
-@pytest.mark.parametrize("kind", CROSS)
-def test_a_token_is_one_step_of_the_decoder(kind, monkeypatch):
+def test_a_token_is_one_step_of_the_decoder(monkeypatch):
     """By a clock that counts the decoder's calls."""
-    decoder, rows = Decoder(build_decoder(kind, Size(1, 2, 8), CPU), beam=2, tokens=3), []
-    forward = decoder.model.backbone.forward
-    monkeypatch.setattr(decoder.model.backbone, "forward", lambda *args: rows.append(len(args[0])) or forward(*args))
-    monkeypatch.setattr("benchmarks.generation.now", lambda device: float(len(rows)))
-    source = random_levels(1, 5, CPU)
-    with torch.no_grad():
-        state = decoder.model.remember(source, max_len=6)
-        assert decoder._timed(generation.generate, source, state, temperature=0.0) == 1
-        assert rows[-3:] == [1] * 3
-        assert decoder._timed(generation.beam_search, source, state, beam=2) == 1
-        assert rows[-3:] == [2] * 3
+    for kind in CROSS:
+        decoder, rows = Decoder(build_decoder(kind, Size(1, 2, 8), CPU), beam=2, tokens=3), []
+        forward = decoder.model.backbone.forward
+
+        def counted(*args, forward=forward, rows=rows):
+            rows.append(len(args[0]))
+            return forward(*args)
+
+        decoder.model.backbone.forward = counted
+        monkeypatch.setattr("benchmarks.generation.now", lambda device, rows=rows: float(len(rows)))
+        source = random_levels(1, 5, CPU)
+        with torch.no_grad():
+            state = decoder.model.remember(source, max_len=6)
+            for decode, options, n_rows in (
+                (generation.generate, {"temperature": 0.0}, 1),
+                (generation.beam_search, {"beam": 2}, 2),
+            ):
+                assert decoder._timed(decode, source, state, **options) == 1
+                assert rows[-3:] == [n_rows] * 3

@@ -51,12 +51,6 @@ def test_a_slow_kind_does_not_go_on(tmp_path, capsys, monkeypatch):
     assert "more than 2 s" in " ".join(notes)
 
 
-def test_nothing_short_enough_is_said(tmp_path, capsys):
-    rows, _ = table(f"{TINY} --kinds softmax --most 4", tmp_path)
-    assert {value for column, value in rows["softmax"].items() if column != "attention"} == {None}
-    assert "not measured" in capsys.readouterr().out
-
-
 def test_segments_are_trained_one_by_one():
     """What is left is the last one's gradient, through no other, and the state is that of the whole stream."""
     layer = scaling._Layer(scaling.KINDS["transformer_xl"], 24, (8, 2), 8, CPU)

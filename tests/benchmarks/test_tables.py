@@ -8,11 +8,9 @@ from typing import Any
 import pytest
 
 from benchmarks import __main__ as command
-from benchmarks.reproduce import scores
 
 TINY = (
     "steps --small --lengths 8 12 --repeats 2 --tokens 24",
-    "generation --small --lengths 12 --repeats 1 --batch_sizes 2 --prefixes 3",
     "generation --small --lengths 24 --repeats 1 --batch_sizes 2 --prefixes 3 --windows 2",
 )
 
@@ -42,8 +40,3 @@ def test_table(words, tmp_path, capsys):
             for number in numbers(value):
                 assert math.isfinite(number), (column, row)
                 assert number > 0, (column, row)
-
-
-def test_scores_are_read_from_what_the_command_says():
-    output = "test bits/dim: 1.8022\ntest PER: 9.38 %\ntest utterances: 133\nval PER: 1.00 %\n"
-    assert scores(output) == {"bits/dim": "1.8022", "PER": "9.38 %"}

@@ -67,3 +67,25 @@ def test_what_is_invalid_is_refused_before_the_first_run(ran, monkeypatch, capsy
             command.main(list(words))
         assert complaint in capsys.readouterr().err
     assert ran.runs == []
+
+
+def test_what_can_not_be_measured_is_refused(capsys):
+    for words, complaint in {
+        "steps --device cuda:99": "cuda:99 does not exist",
+        "steps --device gpu": "gpu is not a device",
+        "steps --lengths 2": "2 is less than 3",
+        "kernels --repeats many": "invalid integer value: 'many'",
+    }.items():
+        with pytest.raises(SystemExit):
+            command.main(words.split())
+        assert complaint in capsys.readouterr().err
+
+
+def test_missing_matplotlib_is_said_before_anything_runs(ran, monkeypatch, capsys, tmp_path):
+    monkeypatch.setattr(command, "find_spec", lambda name: None)
+    monkeypatch.setattr(command, "_run", ran.runs.append)
+    for words in (["scaling"], []):
+        with pytest.raises(SystemExit):
+            command.main([*words, "--output", str(tmp_path)])
+        assert "pip install 'lit-effattn[bench]'" in capsys.readouterr().err
+    assert ran.runs == []

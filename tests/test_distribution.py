@@ -168,11 +168,7 @@ def test_type_checkers_find_our_types(install: str, built: Path, tmp_path: Path)
         python = environment_with(tmp_path / "environment", str(tmp_path / "installed"), sysconfig.get_path("purelib"))
     options = ["--strict", "--python-executable", python, "--cache-dir", str(built / "cache")]
     checked = subprocess.run(
-        [sys.executable, "-m", "mypy", *options, "script.py"],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        check=False,
+        [sys.executable, "-m", "mypy", *options, "script.py"], cwd=tmp_path, capture_output=True, text=True, check=False
     )
     assert checked.returncode == 0, checked.stdout
     found = [

@@ -22,7 +22,6 @@ from lit_effattn.attention import (
     SparseAttention,
     TransformerXLAttention,
 )
-from lit_effattn.attention.feature_maps import ReluFeatureMap
 from lit_effattn.attention.positions import GridPositions, LearnedPositions
 from lit_effattn.checkpoints.allowlist import Trust
 from lit_effattn.checkpoints.spec_build import build
@@ -140,24 +139,23 @@ def test_safetensors_hold_the_model(tmp_path):
     assert all(torch.equal(a, b) for a, b in zip(built.parameters(), model.parameters(), strict=True))
 
 
-@pytest.mark.parametrize(
-    ("kind", "options", "message"),
-    [
-        (SoftmaxAttention, [], r"(?<!, )SoftmaxAttention keeps every position.*--max_len, .* the option window\b"),
-        (partial(SparseAttention, stride=4), [], r"SparseAttention keeps every position.*--max_len, the largest"),
-        (SoftmaxAttention, ["--max_len", "0"], "max_len=0 must be at least 1"),
-        (LinearAttention, ["--max_len", "9"], "max_len=9 does not apply"),
-        (LinearAttention, ["--batch_size", "0"], "batch_size=0 must be at least 1"),
-        (LinearAttention, ["--output", "there.onnx"], r"there\.onnx exists already; .*--overwrite"),
-    ],
-)
 @needs("onnx", "onnxscript", "onnxruntime")
-def test_refusals(kind, options, message, tmp_path, monkeypatch, capsys):
+def test_refusals(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     Path("there.onnx").write_text("kept")
-    path = saved(language_model(LinearAttention, kind), tmp_path / "model.ckpt")
-    assert re.search(message, fails(capsys, "export", "--ckpt_path", path, *options))
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["model.ckpt", "there.onnx"]
+    kinds = {"softmax": SoftmaxAttention, "sparse": partial(SparseAttention, stride=4), "linear": LinearAttention}
+    for name, kind in kinds.items():
+        saved(language_model(LinearAttention, kind), tmp_path / f"{name}.ckpt")
+    for name, options, message in (
+        ("softmax", [], r"(?<!, )SoftmaxAttention keeps every position.*--max_len, .* the option window\b"),
+        ("sparse", [], r"SparseAttention keeps every position.*--max_len, the largest"),
+        ("softmax", ["--max_len", "0"], "max_len=0 must be at least 1"),
+        ("linear", ["--max_len", "9"], "max_len=9 does not apply"),
+        ("linear", ["--batch_size", "0"], "batch_size=0 must be at least 1"),
+        ("linear", ["--output", "there.onnx"], r"there\.onnx exists already; .*--overwrite"),
+    ):
+        assert re.search(message, fails(capsys, "export", "--ckpt_path", f"{name}.ckpt", *options))
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["linear.ckpt", "softmax.ckpt", "sparse.ckpt", "there.onnx"]
     assert Path("there.onnx").read_text() == "kept"
 
 
@@ -174,39 +172,33 @@ def test_what_differs_is_not_written_and_does_not_replace(tmp_path, monkeypatch)
     assert loaded(path)[1]["task"] == "PixelModel"
 
 
-@pytest.mark.parametrize(
-    ("bad", "token"),
-    [
-        (torch.nan, 0),
-        (-torch.inf, 3),
-    ],
-)
-def test_a_program_that_gives_no_finite_numbers_is_not_written(bad, token, tmp_path, monkeypatch):
-    write, count = exporting._write_torch, iter(range(99))
-
-    def broken(*args):
-        run = write(*args)
-
-        def one_bad(tokens, state):
-            log_probs, after = run(tokens, state)
-            return log_probs.clone().index_fill_(1, torch.tensor(2), bad) if next(count) == token else log_probs, after
-
-        return one_bad
-
-    monkeypatch.setattr(exporting, "_write_torch", broken)
-    with pytest.raises(ValueError, match=rf"exported step's log-probabilities after token {token} are not finite"):
-        export(language_model(LinearAttention), tmp_path / "x", format="torch", check=5)
-    assert not list(tmp_path.iterdir())
-
-
-def test_a_model_that_gives_no_finite_numbers_is_not_written(tmp_path):
+def test_what_gives_no_finite_numbers_is_not_written(tmp_path, monkeypatch):
     model = language_model(LinearAttention)
     model.embedding.weight.data[5:200] = torch.nan
     with pytest.raises(ValueError, match=r"the model's log-probabilities after token \d+ are not finite"):
         export(model, tmp_path / "x", format="torch", check=50)
+    write, counts = exporting._write_torch, {}
+
+    def broken(*args):
+        run, counts["token"] = write(*args), 0
+
+        def one_bad(tokens, state):
+            log_probs, after = run(tokens, state)
+            counts["token"] += 1
+            return log_probs.clone().index_fill_(1, torch.tensor(2), bad) if counts[
+                "token"
+            ] > token else log_probs, after
+
+        return one_bad
+
+    monkeypatch.setattr(exporting, "_write_torch", broken)
+    for bad, token in ((torch.nan, 0), (-torch.inf, 3)):  # noqa: B007 (`one_bad` uses it)
+        with pytest.raises(ValueError, match=rf"exported step's log-probabilities after token {token} are not finite"):
+            export(language_model(LinearAttention), tmp_path / "x", format="torch", check=5)
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.exhaustive
 @needs("onnx", "onnxscript", "onnxruntime")
 def test_small_constants_stay_in_onnx(tmp_path):
     """Queries of 0 have the feature eps alone: without it, and without what is added to the denominator, 0 / 0."""
@@ -227,6 +219,7 @@ class SearchingAttention(LinearAttention):
         return y + torch.searchsorted(torch.arange(3.0), torch.ones(1), **self.options), state
 
 
+@pytest.mark.exhaustive
 @needs("onnx", "onnxscript", "onnxruntime")
 def test_what_onnx_has_no_function_for_is_named_without_colours(tmp_path, monkeypatch):
     monkeypatch.setattr(exporting, "_search_sorted", None)
@@ -236,29 +229,21 @@ def test_what_onnx_has_no_function_for_is_named_without_colours(tmp_path, monkey
     assert str(refused.value).endswith("with format=onnx: No ONNX function found for aten.searchsorted")
 
 
+@pytest.mark.exhaustive
 @needs("onnx", "onnxscript", "onnxruntime")
-@pytest.mark.parametrize(
-    ("options", "text"),
-    [
-        pytest.param(
-            {"out_int32": True}, "out_int32 is not supported; convert the result", marks=pytest.mark.exhaustive
-        ),
+def test_an_option_that_onnx_lacks_is_named_with_a_remedy(tmp_path, monkeypatch):
+    for options, text in (
+        ({"out_int32": True}, "out_int32 is not supported; convert the result"),
         ({"side": "right"}, "side is not supported; give right=True or right=False"),
-        pytest.param(
-            {"sorter": torch.arange(3)},
-            "sorter is not supported; sort the sequence before",
-            marks=pytest.mark.exhaustive,
-        ),
-    ],
-    ids=["out_int32", "side", "sorter"],
-)
-def test_an_option_that_onnx_lacks_is_named_with_a_remedy(options, text, tmp_path, monkeypatch):
-    monkeypatch.setattr(SearchingAttention, "options", options)
-    with pytest.raises(ValueError, match="SearchingAttention can't be exported") as refused:
-        export(language_model(SearchingAttention), tmp_path / "x", format="onnx")
-    assert str(refused.value).endswith(f"with format=onnx: torch.searchsorted with {text}, or use format=torch")
+        ({"sorter": torch.arange(3)}, "sorter is not supported; sort the sequence before"),
+    ):
+        monkeypatch.setattr(SearchingAttention, "options", options)
+        with pytest.raises(ValueError, match="SearchingAttention can't be exported") as refused:
+            export(language_model(SearchingAttention), tmp_path / "x", format="onnx")
+        assert str(refused.value).endswith(f"with format=onnx: torch.searchsorted with {text}, or use format=torch")
 
 
+@pytest.mark.exhaustive
 @needs("onnx", "onnxscript", "onnxruntime")
 def test_what_a_step_leaves_as_it_is_is_an_output(tmp_path):
     """Without a signal the ∞-former's counter stays, and has a name of its own after the step."""
@@ -270,6 +255,7 @@ def without_translations(export):
     return lambda *args, custom_translation_table, **options: export(*args, **options)
 
 
+@pytest.mark.exhaustive
 def test_the_empty_state_of_rows_that_differ(tmp_path):
     """The metadata give the ∞-former's counter, one number a row."""
     kind = partial(InfiniteAttention, mem_len=2, segment_len=2, n_basis=4, n_samples=3, sticky=True, n_bins=4)
@@ -281,27 +267,21 @@ def test_the_empty_state_of_rows_that_differ(tmp_path):
     assert [0, 2**20, 2**21] in [s["fill"] for s in about["state"]]
 
 
-@pytest.mark.parametrize(
-    ("kind", "max_len", "expected"),
-    [(LinearAttention, None, 9), (SoftmaxAttention, None, 9), (SoftmaxAttention, 4, 4)],
-)
-def test_positions_end(kind, max_len, expected, tmp_path):
+def test_positions_end(tmp_path):
     """The metadata say how many positions there are, and no more are compared."""
-    torch.manual_seed(0)
-    backbone = Transformer(8, 2, 1, attention=kind, positions=partial(LearnedPositions, max_len=9))
-    model = LanguageModel(backbone, 5, unit="token")
-    done = export(model, tmp_path / "x.pt2", format="torch", max_len=max_len, check=50)
-    assert done.checked == loaded(tmp_path / "x.pt2")[1]["max_len"] == expected
-    if kind is SoftmaxAttention:
-        with pytest.raises(ValueError, match=r"max_len=10: the model has vectors for 9 positions; give at most 9"):
-            export(model, tmp_path / "y.pt2", format="torch", max_len=10)
-        assert _state_length(model, 9) == 9
-
-
-def test_positions_on_a_grid_end(tmp_path):
-    model = PixelModel(Transformer(8, 2, 1, attention=LinearAttention, positions=GridPositions), (3, 2, 1), 5).eval()
-    assert export(model, tmp_path / "x.pt2", format="torch").checked == 6
-    assert loaded(tmp_path / "x.pt2")[1]["max_len"] == 6
+    grid = PixelModel(Transformer(8, 2, 1, attention=LinearAttention, positions=GridPositions), (3, 2, 1), 5).eval()
+    learned = {}
+    for kind in (LinearAttention, SoftmaxAttention):
+        backbone = Transformer(8, 2, 1, attention=kind, positions=partial(LearnedPositions, max_len=9))
+        learned[kind] = LanguageModel(backbone, 5, unit="token")
+    softmax = learned[SoftmaxAttention]
+    for model, max_len, expected in ((grid, None, 6), (learned[LinearAttention], None, 9), (softmax, 4, 4)):
+        done = export(model, tmp_path / "x.pt2", format="torch", max_len=max_len, check=50, overwrite=True)
+        assert done.checked == loaded(tmp_path / "x.pt2")[1]["max_len"] == expected
+    with pytest.raises(ValueError, match=r"max_len=10: the model has vectors for 9 positions; give at most 9"):
+        export(softmax, tmp_path / "y.pt2", format="torch", max_len=10)
+    assert _state_length(softmax, 9) == 9
+    assert _state_length(softmax, None) == 9
 
 
 def test_other_tasks_and_missing_packages(tmp_path, monkeypatch):
@@ -317,9 +297,7 @@ def test_other_tasks_and_missing_packages(tmp_path, monkeypatch):
         export(pixel_model(), tmp_path / "x", format="onnx")
 
 
-@pytest.mark.parametrize(
-    "kind", [LinearAttention, partial(LinearAttention, feature_map=ReluFeatureMap), PerformerAttention]
-)
+@pytest.mark.parametrize("kind", [LinearAttention, pytest.param(PerformerAttention, marks=pytest.mark.exhaustive)])
 def test_a_whole_pass_is_exported_without_operators_of_ours(kind):
     """Other programs have PyTorch's operators alone; the values are those of eager mode."""
     model = pixel_model(kind)

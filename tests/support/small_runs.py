@@ -32,13 +32,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
             **_OPTIMIZATION,
         ),
         "data": spec(
-            "TextStream",
-            source="files",
-            root="texts",
-            tokens="characters",
-            segment_len=8,
-            batch_size=4,
-            cache="cache",
+            "TextStream", source="files", root="texts", tokens="characters", segment_len=8, batch_size=4, cache="cache"
         ),
         "trainer": {**_TRAINER, "callbacks": [{"class_path": "MemoryCarry"}]},
     },

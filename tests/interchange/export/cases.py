@@ -46,17 +46,26 @@ def _pixel_model(kind: Any, **options: Any) -> PixelModel:
     return PixelModel(Transformer(16, 2, 1, attention=kind, **options), IMAGE, 8, head=MixtureOfLogisticsHead)
 
 
-def _lstm() -> LanguageModel:
-    return LanguageModel(LSTM(16, 2), 257, unit="byte", embedding_std=1.0)
+_linear = partial(language_model, LinearAttention)
 
 
-def _kind(name: str, cls: type, common: dict[str, Any], *variants: dict[str, Any]) -> dict[str, Callable[[], Any]]:
-    """Return a model with the options `common` alone, and one with each of `variants` too, by name."""
+def _kind(
+    name: str, cls: type, common: dict[str, Any], *variants: dict[str, Any] | str
+) -> dict[str, Callable[[], Any]]:
+    """Return a model with the options `common` alone, and one with each of `variants` too, by name.
+
+    A variant may be a text such as `window=7, n_kv_heads=1`, and a text may hold several, with `;` between.
+    """
     made = {}
-    for options in ({}, *variants):
+    listed = [v for variant in variants for v in ([variant] if isinstance(variant, dict) else _parsed(variant))]
+    for options in ({}, *listed):
         text = ", ".join(f"{option}={_text(value)}" for option, value in options.items())
         made[f"{name}, {text}" if text else name] = partial(language_model, partial(cls, **(common | options)))
     return made
+
+
+def _parsed(text: str) -> list[dict[str, Any]]:
+    return [eval(f"dict({variant})") for variant in text.split(";")]
 
 
 def _text(value: Any) -> str:
@@ -65,143 +74,59 @@ def _text(value: Any) -> str:
     return getattr(value, "__name__", str(value))
 
 
-FIXED = {"pattern": "fixed"}
-STICKY = {"sticky": True, "n_bins": 6}
+_LEARNED = partial(LearnedPositions, max_len=N_TOKENS)
+_FIXED = "pattern='fixed'"
+_INFINITE = {"mem_len": 6, "segment_len": 6, "n_basis": 8, "widths": (0.1, 0.2), "n_samples": 7}
+_RELU = {"feature_map": partial(ReluFeatureMap, floor=0.0)}, {"feature_map": partial(ReluFeatureMap, floor=1e-9)}
+_TRIGONOMETRIC = "features='trigonometric', n_features=64"
 
 CASES: dict[str, Callable[[], LanguageModel | PixelModel]] = {
+    **_kind("softmax", SoftmaxAttention, {}, "window=7; window=1; n_kv_heads=1; d_qk=6; head_dim=6; qk_norm=True"),
+    **_kind("shaw", ShawAttention, {"max_distance": 4}, "window=7"),
     **_kind(
-        "softmax",
-        SoftmaxAttention,
-        {},
-        {"window": 7},
-        {"window": 1},
-        {"n_kv_heads": 1},
-        {"d_qk": 6},
-        {"head_dim": 6},
-        {"qk_norm": True},
+        *("sparse", SparseAttention, {"stride": 4}, "combine='heads'; combine='local'; combine='distant'; d_qk=6"),
+        f"{_FIXED}; {_FIXED}, summary=2; {_FIXED}, summary=2, distinct=True; {_FIXED}, num_verts=2",
+        f"{_FIXED}, combine='heads'; {_FIXED}, combine='local'; {_FIXED}, combine='distant'",
     ),
-    **_kind("shaw", ShawAttention, {"max_distance": 4}, {"window": 7}),
+    **_kind("LSH", LSHAttention, {"n_hashes": 2, "n_buckets": 4, "chunk_size": 8}, "n_hashes=1; n_buckets=1"),
     **_kind(
-        "sparse",
-        SparseAttention,
-        {"stride": 4},
-        {"combine": "heads"},
-        {"combine": "local"},
-        {"combine": "distant"},
-        {"d_qk": 6},
-        FIXED,
-        FIXED | {"summary": 2},
-        FIXED | {"summary": 2, "distinct": True},
-        FIXED | {"num_verts": 2},
-        FIXED | {"combine": "heads"},
-        FIXED | {"combine": "local"},
-        FIXED | {"combine": "distant"},
+        "linear", LinearAttention, {}, {"feature_map": ReluFeatureMap}, *_RELU, {"feature_map": HedgehogFeatureMap}
     ),
-    **_kind("LSH", LSHAttention, {"n_hashes": 2, "n_buckets": 4, "chunk_size": 8}, {"n_hashes": 1}, {"n_buckets": 1}),
-    **_kind(
-        "linear",
-        LinearAttention,
-        {},
-        {"feature_map": ReluFeatureMap},
-        {"feature_map": partial(ReluFeatureMap, floor=0.0)},
-        {"feature_map": partial(ReluFeatureMap, floor=1e-9)},
-        {"feature_map": HedgehogFeatureMap},
-        {"n_kv_heads": 1},
-        {"d_qk": 6},
-        {"qk_norm": True},
-    ),
-    **_kind(
-        "performer",
-        PerformerAttention,
-        {},
-        {"features": "hyperbolic"},
-        {"features": "trigonometric", "n_features": 64},
-        {"features": "relu"},
-        {"features": "relu", "eps": 0.0},
-        {"eps": 0.01},
-        {"n_kv_heads": 1},
-    ),
-    **_kind(
-        "windowed linear",
-        WindowedLinearAttention,
-        {"window": 7},
-        {"window": 1},
-        {"feature_map": EluFeatureMap},
-        {"n_kv_heads": 1},
-        {"qk_norm": True},
-    ),
+    **_kind("linear", LinearAttention, {}, "n_kv_heads=1; d_qk=6; qk_norm=True"),
+    **_kind("performer", PerformerAttention, {}, f"features='hyperbolic'; {_TRIGONOMETRIC}; features='relu'"),
+    **_kind("performer", PerformerAttention, {}, "features='relu', eps=0.0; eps=0.01; n_kv_heads=1"),
+    **_kind("windowed linear", WindowedLinearAttention, {"window": 7}, "window=1", {"feature_map": EluFeatureMap}),
+    **_kind("windowed linear", WindowedLinearAttention, {"window": 7}, "n_kv_heads=1; qk_norm=True"),
     **_kind("retention", RetentionAttention, {}),
-    **_kind("gated linear", GatedLinearAttention, {}, {"conv_size": 4}),
-    **_kind("Mamba-2", Mamba2Attention, {"qk_dim": 8}, {"n_qk_heads": 2}),
-    **_kind("DeltaNet", DeltaNetAttention, {}, {"conv_size": None}, {"gate": True}),
-    **_kind("Gated DeltaNet", GatedDeltaNetAttention, {}, {"n_qk_heads": 1}),
+    **_kind("gated linear", GatedLinearAttention, {}, "conv_size=4"),
+    **_kind("Mamba-2", Mamba2Attention, {"qk_dim": 8}, "n_qk_heads=2"),
+    **_kind("DeltaNet", DeltaNetAttention, {}, "conv_size=None; gate=True"),
+    **_kind("Gated DeltaNet", GatedDeltaNetAttention, {}, "n_qk_heads=1"),
     **_kind("Kimi Delta", KimiDeltaAttention, {}),
+    **_kind("Transformer-XL", TransformerXLAttention, {"mem_len": 7}, "clamp_len=3; same_length=True; share_uv=True"),
     **_kind(
-        "Transformer-XL",
-        TransformerXLAttention,
-        {"mem_len": 7},
-        {"clamp_len": 3},
-        {"same_length": True},
-        {"share_uv": True},
+        *("compressive", CompressiveAttention, {"mem_len": 5, "compressed_len": 4, "compression_rate": 2}),
+        "mem_len=0; compression='mean'; compression='max'; segment_len=6; clamp_len=3",
     ),
     **_kind(
-        "compressive",
-        CompressiveAttention,
-        {"mem_len": 5, "compressed_len": 4, "compression_rate": 2},
-        {"mem_len": 0},
-        {"compression": "mean"},
-        {"compression": "max"},
-        {"segment_len": 6},
-        {"clamp_len": 3},
+        *("∞-former", InfiniteAttention, _INFINITE, "writes='segment'; gate=True; sticky=True, n_bins=6"),
+        "sticky=True, n_bins=6, sampling='bins'; grid='ends', tie_query=True, density_bias=False",
+        "short_term='softmax', bias=True; mem_len=0; n_basis=0; clamp_len=3",
     ),
-    **_kind(
-        "∞-former",
-        InfiniteAttention,
-        {"mem_len": 6, "segment_len": 6, "n_basis": 8, "widths": (0.1, 0.2), "n_samples": 7},
-        {"writes": "segment"},
-        {"gate": True},
-        STICKY,
-        STICKY | {"sampling": "bins"},
-        {"grid": "ends", "tie_query": True, "density_bias": False},
-        {"short_term": "softmax", "bias": True},
-        {"mem_len": 0},
-        {"n_basis": 0},
-        {"clamp_len": 3},
-    ),
-    "LSTM": _lstm,
-    "linear, learned positions": partial(
-        language_model, LinearAttention, positions=partial(LearnedPositions, max_len=N_TOKENS)
-    ),
-    "softmax, learned positions": partial(
-        language_model, SoftmaxAttention, positions=partial(LearnedPositions, max_len=N_TOKENS)
-    ),
+    "LSTM": lambda: LanguageModel(LSTM(16, 2), 257, unit="byte", embedding_std=1.0),
+    "linear, learned positions": partial(language_model, LinearAttention, positions=_LEARNED),
+    "softmax, learned positions": partial(language_model, SoftmaxAttention, positions=_LEARNED),
     "softmax, window=7, learned positions of a period": partial(
         language_model, partial(SoftmaxAttention, window=7), positions=partial(LearnedPositions, max_len=7, period=7)
     ),
-    "linear, sinusoidal positions, norm=post": partial(
-        language_model, LinearAttention, positions=SinusoidalPositions, norm="post"
-    ),
-    "linear, norm_kind=rms, activation=swiglu": partial(
-        language_model, LinearAttention, norm_kind="rms", activation="swiglu"
-    ),
-    "linear, positions concatenated": partial(
-        language_model, LinearAttention, positions=SinusoidalPositions, position_width=4
-    ),
+    "linear, sinusoidal positions, norm=post": partial(_linear, positions=SinusoidalPositions, norm="post"),
+    "linear, norm_kind=rms, activation=swiglu": partial(_linear, norm_kind="rms", activation="swiglu"),
+    "linear, positions concatenated": partial(_linear, positions=SinusoidalPositions, position_width=4),
     "Transformer-XL, norm_memory=True": partial(
         language_model, partial(TransformerXLAttention, mem_len=7), norm_memory=True
     ),
     "∞-former, norm_signal=False, norm_memory=True": partial(
-        language_model,
-        partial(
-            InfiniteAttention,
-            mem_len=6,
-            segment_len=6,
-            n_basis=8,
-            widths=(0.1, 0.2),
-            n_samples=7,
-            norm_signal=False,
-        ),
-        norm_memory=True,
+        language_model, partial(InfiniteAttention, **_INFINITE, norm_signal=False), norm_memory=True
     ),
     "softmax, images on a grid": partial(_pixel_model, SoftmaxAttention, positions=GridPositions),
     "linear, images on a grid": partial(_pixel_model, LinearAttention, positions=GridPositions),

@@ -17,11 +17,10 @@ from lit_effattn.cli import main
 from lit_effattn.interchange.export import export
 from lit_effattn.interchange.onnx_operators import OPERATORS
 from lit_effattn.sequence import tensors
-from tests.interchange.export import table
-from tests.interchange.export.cases import CASES, N_TOKENS, build
-from tests.interchange.export.exporting import exported
-from tests.interchange.export.test_onnx import OLD_RUNTIME
+from tests.interchange.export.cases import build
+from tests.interchange.export.test_options import OLD_RUNTIME, RECURRENT
 from tests.interchange.test_export import language_model, saved
+from tests.support.commands import REPOSITORY
 
 onnx = pytest.importorskip("onnx")
 ReferenceEvaluator = pytest.importorskip("onnx.reference").ReferenceEvaluator
@@ -29,9 +28,6 @@ if find_spec("onnxruntime") is None or find_spec("onnxscript") is None:
     pytest.skip("needs onnxruntime and onnxscript", allow_module_level=True)
 if OLD_RUNTIME:
     pytest.skip("onnxruntime 1.23 has neither the operators nor opset 27", allow_module_level=True)
-
-KINDS = ("linear", "retention", "gated linear", "Mamba-2", "DeltaNet", "Gated DeltaNet", "Kimi Delta")
-NAMES = [name for name in CASES if name.split(",")[0] in KINDS]
 
 
 @pytest.mark.parametrize(
@@ -61,9 +57,8 @@ def test_prompts_and_steps_are_the_model_s(name, operators, tmp_path):
         start = stop
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(kind, marks=() if kind == "Mamba-2" else pytest.mark.exhaustive) for kind in KINDS]
-)
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("name", RECURRENT)
 def test_a_file_of_opset_27_is_valid_and_onnx_s_reference_computes_the_same(name, tmp_path):
     model, path = build(name), tmp_path / "a.onnx"
     export(model, path, format="onnx", check=1, operators="opset27")
@@ -78,21 +73,13 @@ def test_a_file_of_opset_27_is_valid_and_onnx_s_reference_computes_the_same(name
     assert np.abs(log_probs - expected.numpy()).max() < 1e-5
 
 
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("operators", OPERATORS[1:])
-@pytest.mark.parametrize("name", NAMES)
-def test_every_option_streams_as_the_model_does(name, operators):
-    done = [exported(name, "onnx", batch_size, operators=operators) for batch_size in (1, 2)]
-    assert [d.checked for d in done] == [N_TOKENS] * 2
-    table.check(name, operators, max(d.difference for d in done))
-
-
 def nodes(name: str, operators: str, folder: Path) -> list:
     path = folder / f"{operators}.onnx"
     export(build(name), path, format="onnx", check=1, operators=operators)
     return [*onnx.load(path).graph.node]
 
 
+@pytest.mark.exhaustive
 def test_a_layer_is_one_operator_and_its_convolution_another(tmp_path):
     graphs = {operators: nodes("Gated DeltaNet", operators, tmp_path) for operators in OPERATORS}
     for operators, domain in (("opset27", ""), ("onnxruntime", "com.microsoft")):
@@ -108,6 +95,7 @@ def test_a_layer_is_one_operator_and_its_convolution_another(tmp_path):
     assert imports == {"": 27}
 
 
+@pytest.mark.exhaustive
 def test_the_page_reads_a_prompt_in_one_call(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     model = language_model(LinearAttention, GatedDeltaNetAttention)
@@ -116,7 +104,7 @@ def test_the_page_reads_a_prompt_in_one_call(tmp_path, monkeypatch, capsys):
     assert re.search(r"^32 tokens .*\nall but the last in one call, .*: \d+\.\d\d ms$", capsys.readouterr().out, re.M)
     about = json.loads(onnx.load("best.onnx").metadata_props[0].value)
     assert (about["operators"], about["kinds"]) == ("onnxruntime", ["LinearAttention", "GatedDeltaNetAttention"])
-    page = table.PAGE.read_text(encoding="utf-8")
+    page = (REPOSITORY / "docs/export.md").read_text(encoding="utf-8")
     code = re.findall(r"^```py\n(.*?)^```$", page, re.M | re.S)[0]
     call = re.search(r"`(log_probs, state = step\(\[.*?)` takes the place of the first loop", page)[1]
     code, n = re.subn(r"for token in .*PROMPT.*\n.*\n", f"{call}\n", code)
@@ -131,26 +119,21 @@ def speech() -> SpeechRecognizer:
     return SpeechRecognizer(Transformer(8, 2, 1, attention=LinearAttention), 10, [*"abc"])
 
 
-@pytest.mark.parametrize(
-    ("model", "options", "message"),
-    [
-        (lambda: build("LSTM"), {}, "operators=opset27 is for .*, not for a model without attention; leave it out"),
-        (lambda: build("performer"), {}, "operators=opset27 is for .*, not for PerformerAttention; leave it out"),
-        (speech, {}, "operators=opset27 is for LanguageModel and PixelModel; leave it out"),
-        (lambda: build("linear"), {"format": "torch"}, "operators='opset27' must be .* and format onnx, not torch"),
-        (
-            lambda: build("linear"),
-            {"operators": "opset26"},
-            "operators='opset26' must be one of opset18, opset27,",
-        ),
-    ],
-)
-def test_what_they_do_not_express_is_rejected(model, options, message, tmp_path):
-    with pytest.raises(ValueError, match=message):
-        export(model(), tmp_path / "a.onnx", **({"format": "onnx", "operators": "opset27"} | options))
+def test_what_they_do_not_express_is_rejected(tmp_path):
+    linear = build("linear")
+    for model, options, message in (
+        (build("LSTM"), {}, "operators=opset27 is for .*, not for a model without attention; leave it out"),
+        (build("performer"), {}, "operators=opset27 is for .*, not for PerformerAttention; leave it out"),
+        (speech(), {}, "operators=opset27 is for LanguageModel and PixelModel; leave it out"),
+        (linear, {"format": "torch"}, "operators='opset27' must be .* and format onnx, not torch"),
+        (linear, {"operators": "opset26"}, "operators='opset26' must be one of opset18, opset27,"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            export(model, tmp_path / "a.onnx", **({"format": "onnx", "operators": "opset27"} | options))
     assert not [*tmp_path.iterdir()]
 
 
+@pytest.mark.exhaustive
 def test_a_kind_of_one_s_own(tmp_path):
     """A kind of one's own, whose queries and values differ in width, with β up to 2."""
 

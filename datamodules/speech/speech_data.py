@@ -65,10 +65,10 @@ class SpeechData(DataModule):
             the same.
         spec_augment: Masks parts of the training utterances, different ones each epoch, as a pure function of (seed,
             epoch, utterance). Default: none.
-        wave_augment: Changes the recordings of the training utterances by speed, pitch, reverberation, noise and a
-            telephone line, differently each epoch, as a pure function of (seed, epoch, utterance). Their features are
-            then computed on each access and not cached. Batches are formed by the lengths before it. Statistics of
-            speakers and of the corpus are those of the recordings before it. Default: none.
+        wave_augment: Changes the recordings of the training utterances by speed, noise and a telephone line,
+            differently each epoch, as a pure function of (seed, epoch, utterance). Their features are then computed on
+            each access and not cached. Batches are formed by the lengths before it. Statistics of speakers and of the
+            corpus are those of the recordings before it. Default: none.
         cache: Cache the features in a file that processes share, 4·F bytes per frame (58 MB per hour at 40 filters).
             Otherwise they are computed again on each access.
         cache_dir: Cache folder; may be deleted at any time. Default: lit-effattn in $XDG_CACHE_HOME, which defaults to
@@ -189,7 +189,7 @@ class SpeechData(DataModule):
             self._splits["predict"] = self._given(self.audio)
             return
         if stage == "fit" and self.wave_augment is not None:
-            self.wave_augment.check()
+            _ = self.wave_augment.noise_files  # raises if there are none
         for split in SPLITS_OF[stage]:
             name = "predict" if stage == "predict" else split
             if name not in self._splits:

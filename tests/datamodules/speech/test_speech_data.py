@@ -425,7 +425,7 @@ def test_changed_recordings_are_a_function_of_seed_epoch_and_utterance(make, cor
 
 
 def test_features_are_of_the_changed_recording(make, corpus):
-    augment = WaveAugment(probability=1.0, speed=(1.25, 1.25), pitch=0.0, reverb=None, noise=None, telephone=False)
+    augment = WaveAugment(probability=1.0, speed=(1.25, 1.25), noise=None, telephone=False)
     masks = SpecAugment(freq_mask=10, time_mask=20, max_share=0.5)
     rows = rows_of(epoch_of(make("fit", wave_augment=augment), 0))
     for u in corpus.splits["train"]:

@@ -1,15 +1,120 @@
-"""Opening of untrusted files: only regular files, and images only in known formats."""
+"""Reading of untrusted files: which files of a folder are data, text in known encodings, images in known formats."""
 
+import codecs
+import gzip
+import io
+import os
+import zlib
+from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, BinaryIO, NamedTuple
+
+from lit_effattn.datamodules.common.faults import Fault, Faults
 
 if TYPE_CHECKING:
     from PIL.Image import Image
 
 IMAGE_FORMATS = ("BMP", "GIF", "JPEG", "PNG", "PPM", "TIFF", "WEBP")
 """Pillow's decoders that are used, for any file name. Other decoders start programs (EPS runs Ghostscript)."""
+
+_HEAD = 4096  # bytes by which a format is recognised
+_GZIP = b"\x1f\x8b"
+_MARKS = (  # the mark of UTF-32 begins with that of UTF-16
+    (codecs.BOM_UTF8, "utf-8-sig"),
+    (codecs.BOM_UTF32_LE, "utf-32"),
+    (codecs.BOM_UTF32_BE, "utf-32"),
+    (codecs.BOM_UTF16_LE, "utf-16"),
+    (codecs.BOM_UTF16_BE, "utf-16"),
+)
+_OTHER = (
+    (b"PK\x03\x04", "a zip archive or an Office document"),
+    (b"PK\x05\x06", "an empty zip archive"),
+    (b"\xfd7zXZ\x00", "an xz archive"),
+    (b"\x28\xb5\x2f\xfd", "a zstd archive"),
+    (b"7z\xbc\xaf\x27\x1c", "a 7z archive"),
+    (b"%PDF-", "a PDF"),
+    (b"\x89PNG\r\n", "a PNG image"),
+    (b"\xff\xd8\xff", "a JPEG image"),
+    (b"\xd0\xcf\x11\xe0", "an Office document"),
+)
+
+
+# Folders
+
+
+class Walked(NamedTuple):
+    """The files of a folder.
+
+    Attributes:
+        files: The files that are data, in the order of their names.
+        left_out: By reason, the files and folders that are not read.
+    """
+
+    files: list[Path]
+    left_out: dict[str, list[Path]]
+
+    @property
+    def faults(self) -> Faults:
+        """What is left out, counted by reason, with the first names."""
+        return Faults(Fault(reason, shown(path)) for reason, paths in self.left_out.items() for path in paths)
+
+
+def walk(root: Path, suffixes: tuple[str, ...] | None = None) -> Walked:
+    """List the files in a folder and its subfolders.
+
+    Linked folders are followed. A folder that several names lead to is read once, under its own name if that is below
+    `root`. Left out are hidden files and folders (`.name`), links to nothing, special files, names that are not UTF-8,
+    and files with other suffixes. Each is listed by its reason.
+
+    Args:
+        root: The folder, which may itself be hidden or a link.
+        suffixes: Endings of the names to list, in lower case, such as `.jsonl.gz`; None: all.
+
+    Raises:
+        OSError: If a folder can't be read.
+    """
+    files: list[Path] = []
+    left_out: dict[str, list[Path]] = {}
+    visited, folders, links = set(), [root], deque[Path]()
+    while folders or links:
+        folder = folders.pop() if folders else links.popleft()  # links last: a folder keeps its own name
+        status = folder.stat()
+        if (status.st_dev, status.st_ino) in visited:
+            left_out.setdefault("linked to a folder that is read under another name", []).append(folder)
+            continue
+        visited.add((status.st_dev, status.st_ino))
+        for path in sorted(folder.iterdir()):
+            if reason := _not_listed(path, suffixes):
+                left_out.setdefault(reason, []).append(path)
+            elif path.is_dir():
+                (links if path.is_symlink() else folders).append(path)
+            else:
+                files.append(path)
+    return Walked(sorted(files), {reason: sorted(paths) for reason, paths in sorted(left_out.items())})
+
+
+def _not_listed(path: Path, suffixes: tuple[str, ...] | None) -> str | None:
+    if path.name.startswith("."):
+        return "hidden"
+    if shown(path.name) != path.name:
+        return "with a name that is not UTF-8 (rename it)"
+    if path.is_dir():
+        return None
+    if not path.is_file():
+        return "neither file nor folder"
+    if suffixes is not None and not path.name.lower().endswith(suffixes):
+        return f"ending in {path.suffix.lower()}" if path.suffix else "without a suffix"
+    return None
+
+
+def shown(path: Path | str) -> str:
+    r"""Return a path for messages, in which bytes that are not UTF-8 are escaped: `caf\xe9.txt`."""
+    return os.fsencode(path).decode("utf-8", "backslashreplace")
+
+
+# Files
 
 
 def regular(path: Path) -> Path:
@@ -21,9 +126,9 @@ def regular(path: Path) -> Path:
     """
     if not path.is_file():
         if not path.exists():
-            raise FileNotFoundError(f"{path}: there is no such file")
+            raise FileNotFoundError(f"{shown(path)}: there is no such file")
         kind = next((kind for kind, is_kind in _KINDS if is_kind(path)), "a special file")
-        raise ValueError(f"{path}: this is {kind}, not a file; name a file, or remove it from a folder of data")
+        raise ValueError(f"{shown(path)}: this is {kind}, not a file; name a file, or remove it from a folder of data")
     return path
 
 
@@ -33,6 +138,106 @@ _KINDS = (
     ("a socket", Path.is_socket),
     ("a device", lambda path: path.is_char_device() or path.is_block_device()),
 )
+
+
+class Encoding(NamedTuple):
+    """How a text is stored.
+
+    Attributes:
+        compressed: Whether it is compressed with gzip.
+        name: Python's name of its encoding. Text without a byte-order mark is "utf-8", and is not checked.
+    """
+
+    compressed: bool
+    name: str
+
+
+def text_encoding(path: Path) -> Encoding:
+    """Recognise a text by its first bytes, whatever its name.
+
+    Raises:
+        FileNotFoundError: If there is no such file.
+        ValueError: If it is not a regular file, is damaged, has a known other format, or has NUL bytes.
+    """
+    with regular(path).open("rb") as file:
+        head = file.read(_HEAD)
+    if compressed := head.startswith(_GZIP):
+        with _naming(path), gzip.open(path) as unpacked:
+            head = unpacked.read(_HEAD)
+    for mark, name in _MARKS:
+        if head.startswith(mark):
+            return Encoding(compressed, name)
+    kind = next((kind for magic, kind in _OTHER if head.startswith(magic)), None)
+    if kind is None and b"\0" in head:
+        kind = "binary, or UTF-16 without a byte-order mark"
+    if kind is not None:
+        raise ValueError(f"{shown(path)}: its content is {kind}, not text; save it as UTF-8, or remove it")
+    return Encoding(compressed, "utf-8")
+
+
+@contextmanager
+def open_text(path: Path) -> Iterator[io.TextIOWrapper]:
+    r"""Open a text: UTF-8, or UTF-16 or UTF-32 that begin with a byte-order mark, also compressed with gzip.
+
+    The byte-order mark is not part of the text. Only `\n` ends a line.
+
+    Raises:
+        FileNotFoundError: If there is no such file.
+        ValueError: Also while reading: if it is not a text in one of these encodings.
+    """
+    encoding = text_encoding(path)
+    with _naming(path), _binary(path, encoding) as file:
+        yield io.TextIOWrapper(file, encoding=encoding.name, newline="\n")
+
+
+@contextmanager
+def open_utf8(path: Path) -> Iterator["BinaryIO | _Recoded"]:
+    """Open a text as `open_text` does, as bytes in UTF-8. Bytes that are not UTF-8 are returned as they are."""
+    encoding = text_encoding(path)
+    with _naming(path), _binary(path, encoding) as file:
+        if encoding.name == "utf-8-sig":
+            file.read(len(codecs.BOM_UTF8))
+        plain = encoding.name in ("utf-8", "utf-8-sig")
+        yield file if plain else _Recoded(io.TextIOWrapper(file, encoding=encoding.name, newline="\n"))
+
+
+def read_text(path: Path) -> str:
+    """Return a text as `open_text` reads it."""
+    with open_text(path) as file:
+        return file.read()
+
+
+def _binary(path: Path, encoding: Encoding) -> BinaryIO:
+    return gzip.open(path) if encoding.compressed else path.open("rb")  # type: ignore[return-value]
+
+
+class _Recoded:
+    """A text as bytes in UTF-8."""
+
+    def __init__(self, text: io.TextIOWrapper) -> None:
+        self._text = text
+
+    def read(self, size: int = -1) -> bytes:
+        return self._text.read(size).encode()
+
+    def readline(self) -> bytes:
+        return self._text.readline().encode()
+
+    def __iter__(self) -> Iterator[bytes]:
+        return iter(self.readline, b"")
+
+
+@contextmanager
+def _naming(path: Path) -> Iterator[None]:
+    """Replace the errors of decoding and decompression by a ValueError that names the file."""
+    try:
+        yield
+    except UnicodeDecodeError as error:
+        raise ValueError(
+            f"{shown(path)}: it is not {error.encoding} ({error.reason} at byte {error.start}); save it as UTF-8"
+        ) from error
+    except (EOFError, zlib.error, gzip.BadGzipFile) as error:
+        raise ValueError(f"{shown(path)}: its compression is damaged ({error}); get it again") from error
 
 
 @contextmanager

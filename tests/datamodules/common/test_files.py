@@ -1,7 +1,10 @@
 """Files of others: only regular ones are opened, images only in known formats."""
 
+import gzip
+import io
 import os
 import socket
+import zipfile
 from pathlib import Path
 
 import numpy as np
@@ -9,10 +12,85 @@ import pytest
 from PIL import Image
 
 from lit_effattn.analysis.records import read_run
-from lit_effattn.datamodules.common.files import IMAGE_FORMATS, open_image, regular
+from lit_effattn.datamodules.common.files import IMAGE_FORMATS, open_image, open_utf8, read_text, regular, walk
 from lit_effattn.datamodules.images.sources import EXTENSIONS, verify_images
 
 EPS = b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 8 8\n%%EndComments\n(pwned) (w) file closefile\nshowpage\n%%EOF\n"
+
+
+def test_a_walk_follows_links_once_and_says_what_it_leaves_out(tmp_path: Path):
+    root, elsewhere = tmp_path / "root", tmp_path / "elsewhere"
+    for folder in (root / "a" / "frames.txt", root / ".ipynb_checkpoints", elsewhere / "deep"):
+        folder.mkdir(parents=True)
+    for name in ("a/1.TXT", "a/frames.txt/2.txt", "a/._1.txt", ".ipynb_checkpoints/3.txt", "a/4.csv", "a/README"):
+        (root / name).write_text("x")
+    (elsewhere / "deep" / "5.txt").write_text("x")
+    (root / "linked.txt").symlink_to(root / "a" / "1.TXT")
+    (root / "b").symlink_to(elsewhere)
+    (root / "0").symlink_to(root / "a")  # sorts before the folder itself, which keeps its name
+    (elsewhere / "deep" / "cycle").symlink_to(root)
+    (root / "nothing.txt").symlink_to("none")
+    (root / os.fsdecode(b"caf\xe9.txt")).write_text("x")
+    os.mkfifo(root / "fifo.txt")
+    walked = walk(root, (".txt",))
+    names = [path.relative_to(root).as_posix() for path in walked.files]
+    assert names == ["a/1.TXT", "a/frames.txt/2.txt", "b/deep/5.txt", "linked.txt"]
+    left_out = {
+        reason: sorted(str(path.relative_to(root)) for path in paths) for reason, paths in walked.left_out.items()
+    }
+    assert left_out == {
+        "hidden": [".ipynb_checkpoints", "a/._1.txt"],
+        "linked to a folder that is read under another name": ["0", "b/deep/cycle"],
+        "neither file nor folder": ["fifo.txt", "nothing.txt"],
+        "with a name that is not UTF-8 (rename it)": [os.fsdecode(b"caf\xe9.txt")],
+        "ending in .csv": ["a/4.csv"],
+        "without a suffix": ["a/README"],
+    }
+    assert len(walked.faults) == 9
+    assert "caf\\xe9.txt" in str(walked.faults)
+    assert len(walk(root).files) == len(names) + 2
+    assert walk(elsewhere / "deep" / "cycle", (".csv",)).files == [elsewhere / "deep" / "cycle" / "a" / "4.csv"]
+
+
+def test_text_is_recognised_by_its_first_bytes(tmp_path: Path):
+    text = "é\u2028a\tb\r\nc\x0cd\n"  # only \n ends a line
+    for encoding in ("utf-8", "utf-8-sig", "utf-16", "utf-32"):
+        for compressed in (False, True):
+            data = text.encode(encoding)
+            path = tmp_path / f"{encoding}{compressed}.txt"
+            path.write_bytes(gzip.compress(data) if compressed else data)
+            assert read_text(path) == text
+            with open_utf8(path) as file:
+                assert list(file) == [line.encode() + b"\n" for line in text.split("\n")[:-1]]
+            with open_utf8(path) as file:
+                assert b"".join(iter(lambda: file.read(3), b"")) == text.encode()
+    (tmp_path / "be.txt").write_bytes(b"\xfe\xff" + text.encode("utf-16-be"))
+    assert read_text(tmp_path / "be.txt") == text
+    (tmp_path / "empty.txt").touch()
+    assert read_text(tmp_path / "empty.txt") == ""
+
+
+def test_what_is_not_text_is_refused_with_its_name(tmp_path: Path):
+    archive = io.BytesIO()
+    with zipfile.ZipFile(archive, "w") as zipped:
+        zipped.writestr("a.txt", "a")
+    packed = gzip.compress(os.urandom(10_000).hex().encode())
+    for data, message in (
+        (archive.getvalue(), "a zip archive"),
+        (gzip.compress(archive.getvalue()), "a zip archive"),
+        ("ab".encode("utf-16-le"), "UTF-16 without a byte-order mark"),
+        (b"%PDF-1.7", "a PDF"),
+        (b"caf\xe9", "not utf-8.*byte 3"),
+        (b"\xff\xfea", "not utf-16"),
+        (packed[:-9], "damaged"),
+        (b"\x1f\x8b\x08\x00 no gzip", "damaged"),
+        (packed[:5000] + bytes(5) + packed[5005:], "damaged"),
+    ):
+        path = tmp_path / "x.txt"
+        path.write_bytes(data)
+        with pytest.raises(ValueError, match=rf"x\.txt: .*{message}") as raised:
+            read_text(path)
+        assert "\n" not in str(raised.value)
 
 
 @pytest.mark.parametrize("name", ["x.png", "x.jpg"])

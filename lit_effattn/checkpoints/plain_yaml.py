@@ -15,11 +15,15 @@ class OutOfBoundsError(ValueError):
     """Raised if YAML is too long, too deep, or becomes too large by its aliases."""
 
 
+class RepeatedKeyError(ValueError):
+    """Raised if a mapping has a key twice: YAML would keep the last value without a word."""
+
+
 def parse_yaml(text: str) -> Any:
     """Parse YAML.
 
     Raises:
-        ValueError: If the text is not YAML, or is out of bounds: see `check_bounds`.
+        ValueError: If the text is not YAML, is out of bounds, or has a key twice: see `check_bounds`.
     """
     _check_length(text)
     loader = yaml.SafeLoader(text)
@@ -35,11 +39,12 @@ def parse_yaml(text: str) -> Any:
 
 
 def check_bounds(text: str) -> None:
-    """Check the size that YAML has when it is parsed.
+    """Check the size that YAML has when it is parsed, and its keys.
 
     Raises:
         OutOfBoundsError: If the text is longer than `MAX_BYTES`, is nested more than `MAX_DEPTH` deep, has an alias
             inside itself, or has more than `MAX_NODES` nodes, counted with those that aliases repeat.
+        RepeatedKeyError: If a mapping has a key twice.
         yaml.YAMLError: If it is not YAML.
     """
     _check_length(text)
@@ -78,6 +83,7 @@ def _check(node: Any, sizes: dict[int, int | None], depth: int) -> int:
     sizes[id(node)] = None
     children = node.value if isinstance(node, yaml.CollectionNode) else ()
     if isinstance(node, yaml.MappingNode):
+        _check_keys(node)
         children = [child for pair in children for child in pair]
     size = 1
     for child in children:
@@ -86,3 +92,16 @@ def _check(node: Any, sizes: dict[int, int | None], depth: int) -> int:
             raise OutOfBoundsError(f"it has more than {MAX_NODES:,} nodes, counted with those that aliases repeat")
     sizes[id(node)] = size
     return size
+
+
+def _check_keys(mapping: yaml.MappingNode) -> None:
+    lines: dict[tuple[str, str], int] = {}
+    for key, _ in mapping.value:
+        if not isinstance(key, yaml.ScalarNode):
+            continue
+        name, line = (key.tag, key.value), key.start_mark.line + 1
+        if name in lines:
+            raise RepeatedKeyError(
+                f"the key {key.value!r} is there twice, in lines {lines[name]} and {line}; join them"
+            )
+        lines[name] = line

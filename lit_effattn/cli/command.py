@@ -19,7 +19,8 @@ from typing import Any, NoReturn, Union, get_args
 import lightning.pytorch as pl
 import torch
 import yaml
-from jsonargparse import Namespace, set_loader, set_parsing_settings
+from jsonargparse import Namespace, set_dumper, set_loader, set_parsing_settings
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.callbacks import LearningRateMonitor
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger
@@ -78,6 +79,7 @@ from lit_effattn.settings.resume import CHECKPOINT, check_kept_settings, is_chil
 from lit_effattn.settings.run_names import ROOT, stated_root
 from lit_effattn.settings.saved import check_from_data, fixed_by_data, homes
 from lit_effattn.settings.sealed import Sealed, check_settings, parse_saved
+from lit_effattn.settings.texts import keep_texts
 from lit_effattn.settings.trainer import NGRAMS, Trainer
 from lit_effattn.tasks import Task
 
@@ -141,7 +143,10 @@ def run(args: list[str]) -> None:
         return
     # Enforce jsonargparse's denylist; build no classes where any value is accepted.
     set_parsing_settings(import_path_denylist=[], instantiate_subclass_spec_in_any=False)
+    # Lightning's builds every loader, and jsonargparse formats the data into messages that it does not print.
+    pl.LightningDataModule.__str__ = object.__str__  # type: ignore[method-assign]
     set_loader("yaml", load_yaml, (yaml.YAMLError, OutOfBoundsError))
+    set_dumper("yaml", _dump_yaml)
     arguments = Arguments(args)
     if class_help(arguments, lambda: _Parser(prog=f"lit-effattn {arguments.command}")):
         return
@@ -158,6 +163,23 @@ def run(args: list[str]) -> None:
             os.environ.pop(CHECKPOINT, None)
 
 
+class _Dumper(yaml.SafeDumper):
+    """Writes what `load_yaml` reads as the same value."""
+
+
+# Words of an enumeration of strings, such as the default of Lightning's `Timer`.
+_Dumper.add_multi_representer(str, lambda dumper, text: dumper.represent_str(str.__str__(text)))
+# The text 1e3 needs quotes, since jsonargparse reads it as a number.
+_Dumper.add_implicit_resolver(
+    "tag:yaml.org,2002:float", re.compile(r"[-+]?[0-9][0-9_]*[eE][-+]?[0-9]+$"), [*"-+0123456789"]
+)
+
+
+def _dump_yaml(settings: Any) -> str:
+    text: str = yaml.dump(settings, Dumper=_Dumper, default_flow_style=False, allow_unicode=True, sort_keys=False)
+    return text
+
+
 def _quieten() -> None:
     """Suppress warnings that users of the command cannot act upon, each for the reason in its comment."""
     for message in (
@@ -165,6 +187,7 @@ def _quieten() -> None:
         ".*does not have many workers.*",  # images in memory need none
         ".*callbacks used to create the checkpoint need to be provided.*",  # scoring needs none
         ".*Checkpoint directory .* exists and is not empty.*",  # of a resumed run
+        ".*The dirpath has changed from .*",  # of a new run from a checkpoint of another
         ".*will be duplicated and evaluated twice.*|.*DistributedSampler.*recommended to use.*",  # ours pads nothing
         ".*is not supported by the model summary.*",  # our summary shows no size in MB
         ".*`isinstance\\(treespec, LeafSpec\\)` is deprecated.*",  # Lightning's own call
@@ -247,11 +270,15 @@ class _Parser(LightningArgumentParser):
         commands = getattr(self._subcommands_action, "_name_parser_map", {}).values()
         return set(self._option_string_actions).union(*(parser._option_string_actions for parser in commands))
 
-    def parse_args(self, args: Any = None, *more: Any, **options: Any) -> Any:
-        """Parse `args`. jsonargparse passes `--a.b.c null` to a nested parser as `--c=None`, which is read as null."""
-        if not self.exit_on_error and args:
-            args = [re.sub(r"(?s)^(--[^=]+)=None$", r"\1=null", arg) for arg in args]
-        return super().parse_args(args, *more, **options)
+    def parse_args(self, *args: Any, **options: Any) -> Any:
+        """Parse arguments; text stays text."""
+        keep_texts(self)
+        return super().parse_args(*args, **options)
+
+    def parse_object(self, *args: Any, **options: Any) -> Any:
+        """Parse plain data; text stays text."""
+        keep_texts(self)
+        return super().parse_object(*args, **options)
 
     def _parse_common(self, *args: Any, **options: Any) -> Any:
         """Let the outermost parser add the defaults of nested classes: each level that does so too triples the work."""
@@ -350,6 +377,11 @@ class CLI(LightningCLI):
                 judge = CheckpointJudge(short(self.resolved.checkpoint or ""), self.arguments.trust)
                 settings = parse_saved(of_command, saved, self.sealed, judge)
             if self.arguments.flags.given("print_config"):  # which `parser` prints
+                if "skip_null" in (self.arguments.flags.text("print_config") or ""):
+                    raise ValueError(
+                        "--print_config=skip_null leaves out null where another value is the default, so the result "
+                        "means other settings; give --print_config=skip_default"
+                    )
                 parser.parse_args(args, namespace=Namespace({command: settings}) if settings else None)
             # `parser` would parse all settings a second time.
             self.config = Namespace(
@@ -388,7 +420,7 @@ class CLI(LightningCLI):
         """Return `kind(*args, **kwargs)`, after a check of the arguments that a task takes from the data."""
         if isinstance(kind, type) and issubclass(kind, Task):
             check_from_data(kind, kwargs)
-        return self.sealed.call(kind, *args, **kwargs)
+        return self.sealed.call(kind, *_direct(args), **_direct(kwargs))
 
     def _find_weights(self, config: Namespace) -> None:
         """Replace `last` and `best`, which later name other checkpoints, with paths."""
@@ -468,19 +500,16 @@ class CLI(LightningCLI):
             kwargs["enable_model_summary"] = False  # else Lightning logs a remark
         try:
             trainer: pl.Trainer = super().instantiate_trainer(**kwargs)
-        except TypeError as error:
-            if "`devices`" not in str(error):
-                raise
-            raise ValueError(
-                f"--trainer.devices {config.devices}: without a GPU, give a number of CPU processes"
-            ) from error
-        except RuntimeError as error:
-            if "more than one stateful callback" not in str(error):
-                raise
-            twice = [key for key, n in Counter(c.state_key for c in kwargs["callbacks"]).items() if n > 1]
-            raise ValueError(
-                f"trainer.callbacks has two equal ones, {', '.join(twice)}; remove one, or change its settings"
-            ) from error
+        except (TypeError, RuntimeError) as error:  # of Lightning's checks
+            message = f"the trainer can't be built: {error}"
+            if "`devices`" in str(error):
+                message = f"--trainer.devices {config.devices}: without a GPU, give a number of CPU processes"
+            if "more than one stateful callback" in str(error):
+                twice = [key for key, n in Counter(c.state_key for c in kwargs["callbacks"]).items() if n > 1]
+                message = (
+                    f"trainer.callbacks has two equal ones, {', '.join(twice)}; remove one, or change its settings"
+                )
+            raise ValueError(message) from error
         leave_signals_alone(trainer)
         return trainer
 
@@ -598,10 +627,12 @@ class CLI(LightningCLI):
         """Train. If a new run fails before its first step, its folder is deleted."""
         try:
             self.trainer.fit(**kwargs)
-        except BaseException:
+        except BaseException as error:
             folder = self._new_folder
             if folder is not None and self.trainer.global_step == 0 and not any(folder.rglob("*.ckpt")):
                 discard(folder)
+            if isinstance(error, MisconfigurationException) and self.config[self.subcommand].trainer.overfit_batches:
+                raise ValueError(str(error).replace("limit_train_batches", "overfit_batches")) from error
             raise
 
     def after_fit(self) -> None:
@@ -685,7 +716,7 @@ class Configuration(pl.Callback):
         while path.exists():
             attempt += 1
             path = folder / f"config_resumed_{attempt}.yaml"
-        path.write_text(yaml.safe_dump(self.settings, sort_keys=False, allow_unicode=True), encoding="utf-8")
+        path.write_text(_dump_yaml(self.settings), encoding="utf-8")
         if named := homes(self.settings):
             rank_zero_info(
                 f"This run's checkpoints contain paths of your home folder: {', '.join(dict.fromkeys(named))}"
@@ -712,8 +743,29 @@ def _writable(run: Path) -> Path:
         return other
 
 
+def _direct(value: Any) -> Any:
+    """Return `value` with factories that call their class itself: jsonargparse's hold the parser and the command."""
+    if type(value) is dict:
+        return {key: _direct(item) for key, item in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(_direct(item) for item in value)
+    if type(value) is partial and value.func.__module__.startswith("jsonargparse."):
+        _, kind, *args = value.args  # after the instantiator
+        return partial(kind, *_direct(args), **_direct(value.keywords))
+    return value
+
+
 def _check_trainer(config: Any) -> None:
     """Reject values that Lightning accepts and on which it fails later."""
+    for name in ("max_steps", "max_epochs", "val_check_interval"):
+        if config[name] == 0:
+            raise ValueError(f"--trainer.{name} 0: give at least 1" + (", or -1 for no limit" if "max" in name else ""))
+    for callback in _as_list(config.callbacks):
+        if isinstance(callback, (pl.callbacks.LearningRateFinder, pl.callbacks.BatchSizeFinder)):
+            raise ValueError(
+                f"{type(callback).__name__} sets an attribute that nothing here reads: try several values of "
+                "--model.optimizer.lr (also: lit-effattn sweep --lr) or --data.batch_size"
+            )
     if config.accumulate_grad_batches < 1:
         raise ValueError(f"--trainer.accumulate_grad_batches {config.accumulate_grad_batches} must be at least 1")
     if (config.gradient_clip_val or 0) < 0:

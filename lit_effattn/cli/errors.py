@@ -16,6 +16,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
+import yaml
 from lightning.pytorch.loggers import Logger
 
 from lit_effattn.attention import Attention, CrossAttention
@@ -26,7 +27,7 @@ from lit_effattn.hparams import parameters
 from lit_effattn.nn.front_ends import FrontEnd
 from lit_effattn.nn.heads import Head
 from lit_effattn.sequence import SequenceModule
-from lit_effattn.settings.arguments import FILES
+from lit_effattn.settings.arguments import FILES, load_yaml
 from lit_effattn.settings.own_classes import subclasses
 from lit_effattn.settings.resume import OF_FIT
 from lit_effattn.settings.shipped import shipped
@@ -90,7 +91,7 @@ def plain(report: str) -> str:
         return failed
     match = re.search(r"Expected a dot import path string: (\S+)", report)
     if match and not re.search(r"Expected a <class '(int|float)'>", report):
-        return _unknown_class(option, match[1])
+        return _unreadable(option, report) or _unknown_class(option, match[1])
     if match := re.search(r"Dict must include a class_path.*?but got NestedArg\(key='([^']+)'", report):
         return _classless_option(option, match[1])
     if match := re.search(r"the following arguments are required: (.+)", report):
@@ -204,6 +205,16 @@ def _failed_import(option: str, report: str) -> str:
             find(name)
         except Exception as error:  # the user's module may raise any exception
             return f"{path}: {name}: {import_error(error)}"
+    return ""
+
+
+def _unreadable(option: str, report: str) -> str:
+    """Return the error of a mapping or a list that is not YAML, or has a key twice; empty for other values."""
+    match = re.search(r"Expected a dot import path string: ([{\[].*)", report)
+    try:
+        load_yaml(match[1] if match else "")
+    except (ValueError, yaml.YAMLError) as error:
+        return f"{option} can't be read: {getattr(error, 'problem', None) or error}"
     return ""
 
 

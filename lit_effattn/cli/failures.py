@@ -31,8 +31,12 @@ _OF_TRAINER = (
         "validate never",
     ),
     (
-        r"You requested to check (\S+) of the `.*`(limit_\w+)` argument\. Try at least `\w+=(\S+)`",
+        r"You requested to check (\S+) of the `.*`(\w+_batches)` argument\. Try at least `\w+=(\S+)`",
         "--trainer.{1} {0} of the batches is less than one: give {2} or more, or an integer, the number of batches",
+    ),
+    (
+        r"When using an `IterableDataset`, `Trainer\((\w+_batches)\)` must be `1.0` or an int",
+        "--trainer.{0} must be a number of batches: these data have no length of which it could be a fraction",
     ),
     (
         r"`(max_\w+)` must be a non-negative integer or -1 .* You passed in (\S+)\.",
@@ -72,6 +76,8 @@ def explained(error: RuntimeError | OSError, command: str) -> str | None:
     if match := re.search(r"conditioned on metric `(.+?)` which is not available.*following: (.*)", text):
         known = ", ".join(sorted(re.findall(r"`([^`]+)`", match[2])))
         return f"EarlyStopping: there is no metric monitor={match[1]}; there are {known}"
+    if "does not support dense gradients" in text:
+        return f"--model.optimizer: {text}"
     if re.search(r"/gloo/transport/|Connection (closed|reset) by peer|ncclRemoteError|remote process exited", text):
         return (
             f"another process of this run ended ({text[:120]}). Its output above names the reason; without output, "

@@ -48,9 +48,10 @@ def load_yaml(text: str) -> Any:
 
     Raises:
         OutOfBoundsError: If it is out of bounds.
+        RepeatedKeyError: If a mapping has a key twice.
         yaml.YAMLError: If it is not YAML.
     """
-    if "*" in text or len(text) > MAX_BYTES:  # without an alias it is at most as large as its text
+    if "*" in text or ":" in text or len(text) > MAX_BYTES:  # else it has neither keys nor aliases
         check_bounds(text)
     try:
         return _load(text)
@@ -252,7 +253,11 @@ class Arguments(Settings):
         self.command = args[0]
         self.typed = [*args]
         self.options = [*_options(args[1:])]
-        self.flags = Settings((option.key, _of_text(option)) for option in self.options if option.key)
+        self.flags = Settings(
+            (option.key, option.text if option.key in _TEXTS else _of_text(option))
+            for option in self.options
+            if option.key
+        )
         own = _OWN.get(self.command, _OWN_OF_RUNS)
         for option in self.options:
             if option.key in own and option.text is None:
@@ -313,6 +318,8 @@ class Arguments(Settings):
 
 _OWN_OF_RUNS = ("config", "trust", "trust+", "name", "ckpt_path", "trainer.default_root_dir", "average")
 """Flags that are read here. jsonargparse gets the paths that they mean, where it needs them."""
+_TEXTS = ("name", "ckpt_path", "trainer.default_root_dir", "init_weights", "transfer_from")
+"""Flags whose values are text, `null` included."""
 _OWN = {"fit": _OWN_OF_RUNS[:-1], "data": _OWN_OF_RUNS[:3]}
 
 

@@ -16,12 +16,14 @@ def find_config(name: str) -> str:
     """Return the file that `--config name` means: the user's own, or else the shipped configuration of that name.
 
     Raises:
-        ValueError: If there is neither.
+        ValueError: If there is neither, or the file is a pipe.
     """
     stem = name.removeprefix("configs/").removesuffix(".yaml")
     for own in (Path(name), Path(f"{name}.yaml"), Path("configs", f"{stem}.yaml")):
         if own.is_file():
             return str(own)
+    if Path(name).is_fifo():
+        raise ValueError(f"--config {name} is a pipe, which can be read only once; write its content to a file")
     known = shipped()
     if stem in known:
         return str(known[stem])

@@ -1,0 +1,105 @@
+"""Options that are text take every text as it is, on the command line and in files."""
+
+import inspect
+import typing
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from jsonargparse import set_dumper
+
+from lit_effattn.checkpoints.allowlist import listed, listed_names
+from lit_effattn.checkpoints.spec_check import parameters
+from lit_effattn.cli import main
+from lit_effattn.cli.command import CLI, _dump_yaml, _Parser
+from lit_effattn.datamodules import SpeechData
+from lit_effattn.settings.arguments import Arguments
+from lit_effattn.settings.texts import is_text
+
+ODD = (
+    *("null", "~", "None", "", " ", "true", "1e3", "0x1f", "1_000", "2024-01-01", "#include <stdio.h>", " # end"),
+    *("x: y.wav", "{a: b}", "{a", "[1", "*a", "&a b", "!x y", "%d", "@x", "a\nb: c", "'q'", '"q"', "a.yaml", "=", "é"),
+)
+CLASSES = sorted({kind for name in listed_names() if inspect.isclass(kind := listed(name))}, key=str)
+
+
+def texts(hints: dict[str, Any]) -> list[str]:
+    """Return the names that have a type of `is_text`."""
+    return [name for name, hint in hints.items() if is_text(hint)]
+
+
+@pytest.fixture(autouse=True)
+def _in_an_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("a.yaml").write_text("a: b")
+
+
+def test_a_type_is_text_if_every_text_is_a_value_of_it():
+    for hint in (str, str | None, Path, Path | str | None, list[str] | str | None):
+        assert is_text(hint)
+    for hint in (int | str, list[str], list[str] | None, typing.Literal["a"], str | bool, str | dict[str, str], None):
+        assert not is_text(hint)
+
+
+def test_every_text_of_every_class_is_kept():
+    n = 0
+    for kind in CLASSES:
+        parser = _Parser()
+        names = texts({name: hint for name, (hint, _) in parameters(kind).items() if "." not in name})
+        if not names:
+            continue
+        parser.add_class_arguments(kind, "x", skip={name for name in parameters(kind) if name not in names})
+        for name in names:
+            for text in ODD:
+                flag = parser.parse_args([f"--x.{name}={text}"], _skip_validation=True)
+                file = parser.parse_object({"x": {name: text}}, _skip_required=True)
+                for value in (flag.x[name], file.x[name]):
+                    assert value == (Path(text) if isinstance(value, Path) else text), (kind, name)
+                n += 1
+    assert n > 40 * len(ODD)
+
+
+def test_the_flag_of_a_nested_class_and_a_file_keep_a_text_and_only_a_file_has_null():
+    set_dumper("yaml", _dump_yaml)
+    parser = _Parser()
+    parser.add_subclass_arguments(SpeechData, "data")
+    corpus = "lit_effattn.datamodules.EspeakCorpus"
+    for text in ODD:
+        flags = ["--data", "SpeechData", "--data.corpus", corpus, f"--data.audio={text}", f"--data.corpus.root={text}"]
+        config = parser.parse_args(flags).data.init_args
+        assert (config.audio, config.corpus.init_args.root) == (text, text)
+        spec = {"class_path": "SpeechData", "init_args": {"audio": text, "corpus": {"class_path": corpus}}}
+        again = parser.parse_string(parser.dump(parser.parse_object({"data": spec})))
+        assert again.data.init_args.audio == text
+    assert parser.parse_args([*flags[:4], "--data.audio", "[a, '# b']"]).data.init_args.audio == ["a", "# b"]
+    spec["init_args"]["audio"] = None
+    assert parser.parse_object({"data": spec}).data.init_args.audio is None
+    assert parser.parse_args(["--data", yaml.safe_dump(spec)]).data.init_args.audio is None
+
+
+@pytest.mark.parametrize("command", ["fit", "validate", "test", "predict", "generate"])
+def test_every_text_of_every_command_is_kept(command: str, monkeypatch: pytest.MonkeyPatch):
+    class Stopped(CLI):
+        """Parses nothing, and keeps the parser of the command."""
+
+        def parse_arguments(self, parser: Any, args: Any) -> None:
+            raise StopIteration(self._parser(command))
+
+    with pytest.raises(StopIteration) as stopped:
+        Stopped(Arguments([command, "--help"]))
+    parser = stopped.value.value
+    names = [action.dest for action in parser._actions if is_text(getattr(action, "_typehint", None))]
+    assert {"ckpt_path", "name", "trainer.default_root_dir"} <= {*names}
+    assert command != "generate" or {"prompt", "prompt_file", "source", "state", "save_state"} <= {*names}
+    for text in ODD:
+        config = parser.parse_args([f"--{name}={text}" for name in names], _skip_validation=True)
+        assert {name: config[name] for name in names} == dict.fromkeys(names, text)
+    own = Arguments([command, *(f"--{name}=null" for name in ("name", "ckpt_path", "init_weights"))])
+    assert (own.text("name"), own.text("ckpt_path"), own.value("init_weights")) == ("null", "null", "null")
+
+
+def test_a_prompt_with_a_sign_of_yaml_begins_the_text(capsys: pytest.CaptureFixture[str]):
+    for prompt in ("#include <stdio.h>", "null", "x: y.wav"):
+        main(["generate", "--ckpt_path", "model:stdlib", "--prompt", prompt, "--n_tokens", "2"])
+        assert capsys.readouterr().out.startswith(prompt)

@@ -198,6 +198,8 @@ def _failed_import(option: str, report: str) -> str:
     value: Any = text
     with suppress(ValueError, SyntaxError):
         value = ast.literal_eval(text)
+    with suppress(ValueError, yaml.YAMLError):
+        value = load_yaml(value) if isinstance(value, str) else value
     if _base(path) and isinstance(value, str) and value.endswith(FILES):
         return f"{path}: there is no file {value}, or it holds no settings"
     for name in _class_paths(value) if _base(path) else ():

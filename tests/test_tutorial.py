@@ -1,4 +1,4 @@
-"""The tutorial notebook: its cells run in order, shortened, and what is stored is small and has no machine's paths."""
+"""The cells of the tutorial run in order, shortened."""
 
 import json
 import re
@@ -11,9 +11,10 @@ import pytest
 
 from lit_effattn.cli import main
 
+pytestmark = pytest.mark.exhaustive
+
 NOTEBOOK = Path(__file__).parent.parent / "docs" / "tutorial.ipynb"
-CELLS = [(cell["cell_type"], "".join(cell["source"])) for cell in json.loads(NOTEBOOK.read_text())["cells"]]
-CODE = [source for kind, source in CELLS if kind == "code"]
+CODE = ["".join(c["source"]) for c in json.loads(NOTEBOOK.read_text())["cells"] if c["cell_type"] == "code"]
 SHORT = {"EPOCHS = 6": "EPOCHS = 1", "STEPS = 200": "STEPS = 2", "max_bytes=500_000": "max_bytes=60_000"}
 SHORT |= {
     "--trainer.max_epochs 2": "--trainer.max_steps 2 --trainer.val_check_interval 1",
@@ -37,7 +38,6 @@ def run(cell: str, names: dict) -> None:
             exec(part, names)
 
 
-@pytest.mark.exhaustive
 def test_the_cells_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
     monkeypatch.chdir(tmp_path)
     whole = "\0".join(CODE)
@@ -54,16 +54,3 @@ def test_the_cells_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: 
     assert len([*tmp_path.glob("runs/*/*/report.html")]) == 1
     assert (tmp_path / "runs/model_digits/generated/samples/completed.png").is_file()
     assert {"completed.png", "attention.png"} < {path.name for path in tmp_path.iterdir()}
-
-
-def test_it_is_small_and_was_executed():
-    notebook = json.loads(NOTEBOOK.read_text())
-    assert NOTEBOOK.stat().st_size < 300_000
-    counts = [cell["execution_count"] for cell in notebook["cells"] if cell["cell_type"] == "code"]
-    assert counts == [*range(1, len(CODE) + 1)]
-    outputs = json.dumps([cell.get("outputs") for cell in notebook["cells"]])
-    assert '"error"' not in outputs
-    assert not re.search(r"(?<![\w.])/(home|root|tmp|work)/", outputs)
-    links = re.findall(r"\]\(([^)\s#:]+)", "".join(source for kind, source in CELLS if kind == "markdown"))
-    assert links
-    assert all((NOTEBOOK.parent / link).is_file() for link in links)

@@ -195,11 +195,6 @@ def test_donated_holds_inside_and_without_gradients_alone():
             assert sequence.may_overwrite()
         with torch.inference_mode():
             assert sequence.may_overwrite()
-    with torch.no_grad():
-        assert not sequence.may_overwrite()
-
-
-def test_donated_ends_with_an_error():
     with pytest.raises(KeyError), sequence.donated():
         raise KeyError
     with torch.no_grad():
@@ -222,8 +217,10 @@ def test_states_that_share_a_tensor_are_not_taken_for_each_other():
 
 
 @pytest.mark.parametrize(
-    ("x", "lengths", "words"),
-    [
+    "module", [Running(4), LinearAttention(4, 2), SoftmaxAttention(4, 2)], ids=lambda m: type(m).__name__
+)
+def test_bad_arguments_are_named_with_their_value(module):
+    for x, lengths, words in (
         (torch.zeros(2, 3), None, "(2, 3)"),
         (torch.zeros(2, 3, 5), None, "(2, 3, 5)"),
         (torch.zeros(2, 0, 4), None, "(2, 0, 4)"),
@@ -231,15 +228,10 @@ def test_states_that_share_a_tensor_are_not_taken_for_each_other():
         (torch.zeros(2, 3, 4), torch.tensor([1, 2, 3]), "(3,)"),
         (torch.zeros(2, 3, 4), torch.tensor([1, 4]), "[1, 4]"),
         (torch.zeros(2, 3, 4), torch.tensor([-1, 2]), "[-1, 2]"),
-    ],
-)
-@pytest.mark.parametrize(
-    "module", [Running(4), LinearAttention(4, 2), SoftmaxAttention(4, 2)], ids=lambda m: type(m).__name__
-)
-def test_bad_arguments_are_named_with_their_value(module, x, lengths, words: str):
-    what = "lengths" if lengths is not None else "x has shape"
-    with pytest.raises(ValueError, match=f"{type(module).__name__}: {what}.*{re.escape(words)}"):
-        module(x, None, lengths)
+    ):
+        what = "lengths" if lengths is not None else "x has shape"
+        with pytest.raises(ValueError, match=f"{type(module).__name__}: {what}.*{re.escape(words)}"):
+            module(x, None, lengths)
 
 
 def test_a_state_needs_a_causal_module():
@@ -248,15 +240,15 @@ def test_a_state_needs_a_causal_module():
         module(torch.zeros(2, 3, 4), module.initial_state(2))
 
 
-@pytest.mark.parametrize("dtype", [torch.int64, torch.int32, torch.uint8])
 @pytest.mark.parametrize("kind", [SoftmaxAttention, LinearAttention])
-def test_lengths_may_be_any_integers(kind, dtype: torch.dtype):
+def test_lengths_may_be_any_integers(kind):
     module = kind(4, 2)
     x = torch.randn(2, 6, 4)
-    y, state = module(x, None, torch.tensor([6, 2], dtype=dtype))
     z, after = module(x, None, torch.tensor([6, 2]))
-    assert torch.equal(y, z)
-    assert torch.equal(module(x, state)[0], module(x, after)[0])
+    for dtype in (torch.int32, torch.uint8):
+        y, state = module(x, None, torch.tensor([6, 2], dtype=dtype))
+        assert torch.equal(y, z)
+        assert torch.equal(module(x, state)[0], module(x, after)[0])
 
 
 def test_defaults_are_the_parameters():
@@ -271,9 +263,7 @@ def test_valid_positions():
     assert sequence.valid_positions(torch.tensor([0, 2, 3]), 3).tolist() == [[0, 0, 0], [1, 1, 0], [1, 1, 1]]
 
 
-@pytest.mark.parametrize(
-    ("given", "expected"),
-    [("float16", "float32"), ("bfloat16", "float32"), ("float32", "float32"), ("float64", "float64")],
-)
-def test_accumulator(given: str, expected: str):
-    assert sequence.accumulator(getattr(torch, given)) == getattr(torch, expected)
+def test_accumulator():
+    for dtype in (torch.float16, torch.bfloat16, torch.float32):
+        assert sequence.accumulator(dtype) == torch.float32
+    assert sequence.accumulator(torch.float64) == torch.float64

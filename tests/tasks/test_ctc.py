@@ -55,49 +55,39 @@ def padded(sequences: list[tuple[int, ...]], fill: int = 0) -> tuple[Tensor, Ten
     return torch.tensor(rows, dtype=torch.long).view(len(rows), -1), lengths
 
 
-# ------------------------------------------------------------------------------------------------ the loss
-
-
-@pytest.mark.parametrize("fill", [0, 2])
-def test_the_loss_is_the_sum_over_all_alignments(fill: int):
+def test_the_loss_is_the_sum_over_all_alignments():
     """Of every sequence that five frames allow, and in a row that ends before the batch does."""
     log_probs = drawn(5)
     expected = likelihoods(log_probs)
-    sequences = list(expected)
-    labels, label_lengths = padded(sequences, fill)
     beyond = torch.full((2, V), math.nan, dtype=torch.float64)
-    batch = torch.cat([log_probs, beyond]).expand(len(sequences), -1, -1)
-    nats, possible = ctc_nll(batch, torch.full((len(sequences),), 5), labels, label_lengths)
-    assert possible.all()
-    assert () in sequences
-    torch.testing.assert_close(nats, torch.tensor([-expected[y] for y in sequences], dtype=torch.float64))
-    assert sum(math.exp(-n) for n in nats.tolist()) == pytest.approx(1)
+    batch, lengths = torch.cat([log_probs, beyond]).expand(len(expected), -1, -1), torch.full((len(expected),), 5)
+    assert () in expected
+    for fill in (0, 2):
+        nats, possible = ctc_nll(batch, lengths, *padded(list(expected), fill))
+        assert possible.all()
+        torch.testing.assert_close(nats, -torch.tensor([*expected.values()], dtype=torch.float64))
+        assert sum(math.exp(-n) for n in nats.tolist()) == pytest.approx(1)
 
 
-@pytest.mark.parametrize("frames", [1, 2, 3, 4])
-def test_it_tells_exactly_what_is_impossible(frames: int):
-    log_probs = drawn(frames)
-    there = likelihoods(log_probs)
+def test_it_tells_exactly_what_is_impossible():
     sequences = [y for n in range(5) for y in product(range(1, V), repeat=n)]
-    labels, label_lengths = padded(sequences)
-    lengths = torch.full((len(sequences),), frames)
-    batch = log_probs.expand(len(sequences), -1, -1).clone().requires_grad_()
-    nats, possible = ctc_nll(batch, lengths, labels, label_lengths)
-    assert possible.tolist() == [y in there for y in sequences]
-    assert nats.detach().isfinite().all()
-    assert (nats[~possible] == 0).all()
-    (gradient,) = torch.autograd.grad(nats.sum(), batch)
-    assert gradient.isfinite().all()
-    assert (gradient[~possible] == 0).all()
-    assert (gradient[possible] != 0).any((1, 2)).all()
-
-
-def test_repeats_in_the_padding_need_no_frames():
-    labels = torch.tensor([[1, 1, 2, 2, 2], [1, 2, 2, 2, 2], [3, 3, 3, 3, 3], [1, 1, 1, 1, 1]])
-    assert frames_needed(labels, torch.tensor([5, 2, 3, 0])).tolist() == [8, 2, 5, 0]
+    for frames in (1, 2, 3, 4):
+        log_probs = drawn(frames)
+        there = likelihoods(log_probs)
+        batch = log_probs.expand(len(sequences), -1, -1).clone().requires_grad_()
+        nats, possible = ctc_nll(batch, torch.full((len(sequences),), frames), *padded(sequences))
+        assert possible.tolist() == [y in there for y in sequences]
+        assert nats.detach().isfinite().all()
+        assert (nats[~possible] == 0).all()
+        (gradient,) = torch.autograd.grad(nats.sum(), batch)
+        assert gradient.isfinite().all()
+        assert (gradient[~possible] == 0).all()
+        assert (gradient[possible] != 0).any((1, 2)).all()
 
 
 def test_no_frames_and_no_labels():
+    labels = torch.tensor([[1, 1, 2, 2, 2], [1, 2, 2, 2, 2], [3, 3, 3, 3, 3], [1, 1, 1, 1, 1]])
+    assert frames_needed(labels, torch.tensor([5, 2, 3, 0])).tolist() == [8, 2, 5, 0]  # repeats in the padding: none
     nats, possible = ctc_nll(drawn(2, 3), torch.tensor([0, 0]), torch.tensor([[1], [1]]), torch.tensor([0, 1]))
     assert possible.tolist() == [True, False]
     assert nats.tolist() == [0, 0]
@@ -122,9 +112,6 @@ def test_the_gradient_is_that_of_the_definition():
     torch.testing.assert_close(found, expected)
 
 
-# ------------------------------------------------------------------------------------------------ decoding
-
-
 def test_greedy_is_the_likeliest_path_collapsed():
     log_probs = drawn(20, 5)
     lengths = torch.tensor([5, 4, 3, 1, 0] * 4)
@@ -132,13 +119,6 @@ def test_greedy_is_the_likeliest_path_collapsed():
     for row, n in enumerate(lengths.tolist()):
         paths = [path for paths in by_sequence(log_probs[row, :n]).values() for path in paths]
         assert tuple(found[row]) == collapsed(max(paths)[1])
-
-
-def test_greedy_keeps_what_a_blank_divides():
-    path = torch.tensor([[0, 2, 2, 0, 2, 3, 3, 1, 0, 0, 1]])
-    log_probs = torch.nn.functional.one_hot(path, V).double().log_softmax(-1)
-    assert GreedyDecoder()(log_probs, torch.tensor([11]), PHONES) == [[2, 2, 3, 1, 1]]
-    assert GreedyDecoder()(log_probs, torch.tensor([8]), PHONES) == [[2, 2, 3, 1]]
 
 
 def test_the_alignment_is_the_likeliest():
@@ -154,8 +134,6 @@ def test_the_alignment_is_the_likeliest():
             assert span.score == pytest.approx(mean, abs=1e-6)
         assert tuple(found) == path
 
-
-# ------------------------------------------------------------------------------------------------ beam search
 
 UNIGRAMS = {"a": (-0.5, -0.3), "b": (-0.6, -0.2), "c": (-0.9, -0.1), "<s>": (-99.0, -0.3), "</s>": (-4.0, 0.0)}
 BIGRAMS = {("a", "b"): -0.1, ("b", "a"): -2.0, ("<s>", "c"): -0.2, ("c", "</s>"): -1.5}
@@ -181,20 +159,18 @@ def language_model(y: tuple[int, ...]) -> float:
     return log10 * math.log(10)
 
 
-@pytest.mark.parametrize("lm_weight", [None, 0.7])
-def test_a_wide_beam_finds_the_likeliest_sequence(lm_weight: float | None, request: pytest.FixtureRequest):
+def test_a_wide_beam_finds_the_likeliest_sequence(arpa: str):
     pytest.importorskip("flashlight")
-    lm = None if lm_weight is None else request.getfixturevalue("arpa")
-    decoder = BeamDecoder(2000) if lm_weight is None else BeamDecoder(2000, lm=lm, lm_weight=lm_weight)
-    log_probs = drawn(12, 5, seed=2)
-    lengths = torch.tensor([5, 4, 3, 5] * 3)
-    found = decoder(log_probs, lengths, PHONES)
-    expected = []
-    for row, n in enumerate(lengths.tolist()):
-        scores = {y: s + (lm_weight or 0) * language_model(y) for y, s in likelihoods(log_probs[row, :n]).items()}
-        expected.append(list(max(scores, key=scores.__getitem__)))
-    assert found == expected
-    assert found != GreedyDecoder()(log_probs, lengths, PHONES)  # else nothing was shown
+    log_probs, lengths = drawn(12, 5, seed=2), torch.tensor([5, 4, 3, 5] * 3)
+    for lm, lm_weight in ((None, 0.0), (arpa, 0.7)):
+        decoder = BeamDecoder(2000) if lm is None else BeamDecoder(2000, lm=lm, lm_weight=lm_weight)
+        found = decoder(log_probs, lengths, PHONES)
+        expected = []
+        for row, n in enumerate(lengths.tolist()):
+            scores = {y: s + lm_weight * language_model(y) for y, s in likelihoods(log_probs[row, :n]).items()}
+            expected.append(list(max(scores, key=scores.__getitem__)))
+        assert found == expected
+        assert found != GreedyDecoder()(log_probs, lengths, PHONES)  # else nothing was shown
 
 
 def test_the_language_model_decides_by_the_phones_names(arpa: str):
@@ -207,9 +183,6 @@ def test_the_language_model_decides_by_the_phones_names(arpa: str):
             scores[y] = language_model(tuple(PHONES.index(phones[label - 1]) + 1 for label in y))
         (found,) = decoder(log_probs, torch.tensor([4]), phones)
         assert scores[tuple(found)] == pytest.approx(max(scores.values()))
-
-
-# ------------------------------------------------------------------------------------------------ streams
 
 
 def streamed(stream: LabelStream, log_probs: Tensor, sizes: Iterable[int]) -> list[list[StreamedLabel]]:
@@ -226,32 +199,28 @@ def test_a_greedy_stream_gives_each_label_at_its_first_frame():
     assert rounded == [[(2, 1, 0.7)], [], [], [(2, 4, 0.7), (1, 5, 0.7)], [(3, 7, 0.7)], []]
 
 
-@pytest.mark.parametrize("lm_weight", [None, 0.7])
-@pytest.mark.parametrize("beam_size", [1, 4, 20])
-def test_a_beam_stream_returns_what_all_hypotheses_share(
-    beam_size: int, lm_weight: float | None, request: pytest.FixtureRequest
-):
+def test_a_beam_stream_returns_what_all_hypotheses_share(arpa: str):
     """After each frame, the labels that the hypotheses of a search over the frames so far begin with; and the rest."""
     pytest.importorskip("flashlight")
-    options = {} if lm_weight is None else {"lm": request.getfixturevalue("arpa"), "lm_weight": lm_weight}
-    decoder = BeamDecoder(beam_size, **options)
     log_probs = drawn(60, seed=3, spread=2.5).float()
     log_probs[20:30] = torch.tensor([0.97, 0.01, 0.01, 0.01]).log()  # silence
-    pieces = streamed(decoder.stream(PHONES), log_probs, [1] * 60)
-    search = decoder._make(PHONES)
-    search.nbest = 1000
-    known: list[int] = []
-    for t, labels in enumerate(pieces[:-1], 1):
-        hypotheses = [h.tokens.tolist() for h in search(log_probs[None, :t].contiguous(), torch.tensor([t]))[0]]
-        known += [label.label for label in labels]
-        shared = takewhile(lambda labels: len(set(labels)) == 1, zip(*hypotheses, strict=False))
-        assert known == [labels[0] for labels in shared]
-        assert all(label.score == log_probs[label.frame, label.label].exp() for label in labels)
-    known += [label.label for label in pieces[-1]]
-    assert [known] == decoder(log_probs[None], torch.tensor([60]), PHONES)
-    frames = [label.frame for piece in pieces for label in piece]
-    assert frames == sorted(set(frames))
-    assert beam_size == 1 or len(known) > len(pieces[-1]) > 0  # else nothing was shown
+    for beam_size, options in ((1, {}), (4, {"lm": arpa, "lm_weight": 0.7}), (20, {}), (20, {"lm": arpa})):
+        decoder = BeamDecoder(beam_size, **options)
+        pieces = streamed(decoder.stream(PHONES), log_probs, [1] * 60)
+        search = decoder._make(PHONES)
+        search.nbest = 1000
+        known: list[int] = []
+        for t, labels in enumerate(pieces[:-1], 1):
+            hypotheses = [h.tokens.tolist() for h in search(log_probs[None, :t].contiguous(), torch.tensor([t]))[0]]
+            known += [label.label for label in labels]
+            shared = takewhile(lambda labels: len(set(labels)) == 1, zip(*hypotheses, strict=False))
+            assert known == [labels[0] for labels in shared]
+            assert all(label.score == log_probs[label.frame, label.label].exp() for label in labels)
+        known += [label.label for label in pieces[-1]]
+        assert [known] == decoder(log_probs[None], torch.tensor([60]), PHONES)
+        frames = [label.frame for piece in pieces for label in piece]
+        assert frames == sorted(set(frames))
+        assert beam_size == 1 or len(known) > len(pieces[-1]) > 0  # else nothing was shown
 
 
 def test_a_beam_stream_reads_many_frames_at_once():
@@ -283,16 +252,13 @@ def test_a_beam_stream_forgets_what_is_decided(monkeypatch: pytest.MonkeyPatch):
     assert [label.label for label in known] == whole
 
 
-def test_a_decoder_without_streams_says_so():
+def test_what_decoders_refuse(monkeypatch: pytest.MonkeyPatch):
     class Other(Decoder):
         def __call__(self, log_probs: Tensor, lengths: Tensor, phones: tuple[str, ...]) -> list[list[int]]:
             raise AssertionError
 
     with pytest.raises(ValueError, match="Other can't decode a stream; choose GreedyDecoder or BeamDecoder"):
         Other().stream(PHONES)
-
-
-def test_what_the_beam_decoder_refuses(monkeypatch: pytest.MonkeyPatch):
     pytest.importorskip("flashlight")
     with pytest.raises(ValueError, match="beam_size=0"):
         BeamDecoder(0)

@@ -6,7 +6,7 @@ from importlib.util import find_spec
 from itertools import dropwhile
 from pathlib import Path
 
-from lit_effattn.datamodules.common.files import regular
+from lit_effattn.datamodules.common.files import Encoding, read_text, text_encoding
 
 _VARIANT = re.compile(r"(.+)\((\d+)\)")
 _PROBABILITY = re.compile(r"(\d+\.\d*|\.\d+)(e[+-]?\d+)?|\d+e-\d+", re.I)
@@ -62,6 +62,8 @@ def lexicon_entries(path: Path, *, stress: bool) -> Iterator[tuple[str, tuple[st
 
 def _text(path: Path) -> str:
     try:
-        return regular(path).read_text(encoding="utf-8-sig")
-    except UnicodeDecodeError:
+        return read_text(path)
+    except ValueError as error:
+        if not isinstance(error.__cause__, UnicodeDecodeError) or text_encoding(path) != Encoding(False, "utf-8"):
+            raise
         return path.read_text(encoding="latin-1")  # CMUdict's encoding until 0.7b

@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from lit_effattn.datamodules.common.files import open_utf8, read_text, walk
 from lit_effattn.datamodules.common.json_data import parse_json
 from lit_effattn.datamodules.speech.espeak import ESPEAK_MINUTES, make_corpus
 from lit_effattn.datamodules.speech.phonemes import ESPEAK_PHONES, Lexicon, Pronouncer, pronounced
@@ -33,7 +34,8 @@ def read_manifest(path: Path, *, spoken: bool = True) -> list[ManifestLine]:
 
     A line is `{"audio_filepath": "a.wav", "duration": 2.5, "text": "hello"}`: the file, relative to the manifest's
     folder, its length in seconds, and the transcript. `"phonemes"`, a list or a string with spaces, may replace the
-    text. Optional fields are "offset", the start within the file in seconds, "speaker" and "id".
+    text. Optional fields are "offset", the start within the file in seconds, "speaker" and "id". The manifest may be
+    compressed, or UTF-16: see `open_text`.
 
     Args:
         path: The manifest.
@@ -49,7 +51,7 @@ def read_manifest(path: Path, *, spoken: bool = True) -> list[ManifestLine]:
             '{"audio_filepath": "a.wav", "duration": 2.5, "text": "hello"} for every utterance'
         )
     lines, bad = [], []
-    with path.open("rb") as file:
+    with open_utf8(path) as file:
         for number, line in enumerate(file, 1):
             if line.strip():
                 try:
@@ -140,7 +142,7 @@ def read_folding(path: Path, phones: tuple[str, ...]) -> dict[str, str]:
     if not path.is_file():
         raise FileNotFoundError(f"folding={str(path)!r}: there is no such file ({path.resolve()}); correct the path")
     try:
-        folding = parse_json(path.read_bytes())
+        folding = parse_json(read_text(path))
     except ValueError as error:
         raise ValueError(f"folding={str(path)!r} is not JSON ({error}); correct it") from error
     if not isinstance(folding, dict) or not all(isinstance(value, str) for value in folding.values()):
@@ -326,18 +328,16 @@ class LibriSpeechCorpus(SpeechCorpus):
         return self.root / "LibriSpeech" / subset
 
     def _spoken(self, subset: str) -> list[tuple[Utterance, str]]:
-        from torchaudio.datasets import LIBRISPEECH
-
         if not self._folder(subset).is_dir():
             self.prepare()
-        recordings = LIBRISPEECH(self.root, subset)
-        if not len(recordings):
-            raise ValueError(f"{self._folder(subset)}: has no FLAC files in its folders; unpack it again")
         spoken = []
-        for i in range(len(recordings)):
-            audio, _, text, speaker, _, _ = recordings.get_metadata(i)
-            spoken.append((Utterance(Path(audio).stem, self.root / "LibriSpeech" / audio, str(speaker)), text))
-        return spoken
+        for path in walk(self._folder(subset), (".trans.txt",)).files:
+            for line in read_text(path).splitlines():
+                name, _, text = line.partition(" ")
+                spoken.append((Utterance(name, path.with_name(f"{name}.flac"), name.partition("-")[0]), text))
+        if not spoken:
+            raise ValueError(f"{self._folder(subset)}: has no transcripts, *.trans.txt; unpack it again")
+        return sorted(spoken, key=lambda pair: pair[0].id)
 
 
 class EspeakCorpus(SpeechCorpus):

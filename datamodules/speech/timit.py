@@ -4,7 +4,7 @@ from pathlib import Path
 
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
-from lit_effattn.datamodules.common.files import regular
+from lit_effattn.datamodules.common.files import regular, walk
 from lit_effattn.datamodules.speech.phonemes import TIMIT_48, timit_39, timit_48
 from lit_effattn.datamodules.speech.utterances import SpeechCorpus, Utterance
 
@@ -90,10 +90,8 @@ class TimitCorpus(SpeechCorpus):
 def _labels(folder: Path, speakers: frozenset[str] | None) -> list[Path]:
     paths = (
         path
-        for path in folder.glob("*/*/*")
-        if path.suffix.lower() == ".phn"
-        and not path.name.lower().startswith("sa")
-        and (speakers is None or path.parent.name.lower() in speakers)
+        for path in walk(folder, (".phn",)).files
+        if not path.name.lower().startswith("sa") and (speakers is None or path.parent.name.lower() in speakers)
     )
     return sorted(paths, key=_id)
 

@@ -1,3 +1,4 @@
+import gzip
 import json
 from collections.abc import Iterable
 from pathlib import Path
@@ -104,6 +105,19 @@ def test_bad_lines_are_counted_and_a_line_in_another_encoding_is_named(tmp_path:
         read_manifest(Path(manifest(tmp_path / "x", line(text="x"), line(text="y"))))
 
 
+def test_a_manifest_in_another_encoding(tmp_path: Path):
+    text = (json.dumps(line(phonemes="a ʃ"), ensure_ascii=False) + "\n") * 2
+    text = text.replace("a.wav", "b.wav", 1)
+    expected = [("b.wav", ("a", "ʃ")), ("a.wav", ("a", "ʃ"))]
+    for data in (text.encode("utf-8-sig"), text.encode("utf-16"), gzip.compress(text.encode())):
+        (tmp_path / "x.jsonl").write_bytes(data)
+        assert [(x.utterance.id, x.utterance.phones) for x in read_manifest(tmp_path / "x.jsonl")] == expected
+    for data in (text.encode("utf-16-le"), gzip.compress(text.encode())[:-20], b"\x89PNG\r\n"):
+        (tmp_path / "x.jsonl").write_bytes(data)
+        with pytest.raises(ValueError, match=r"x\.jsonl: its (content|compression) is"):
+            read_manifest(tmp_path / "x.jsonl")
+
+
 def three(root: Path, *lines: dict[str, Any]) -> list[str]:
     """The same manifest in three folders."""
     return [manifest(root / split / "manifest.json", *lines) for split in ("train", "val", "test")]
@@ -188,6 +202,7 @@ def librispeech(root: Path, subset: str, *utterances: tuple[str, str]) -> None:
 def test_librispeech(tmp_path: Path):
     librispeech(tmp_path, "train-clean-100", ("19-198-0000", "HELLO"), ("19-198-0001", "WORLD"), ("26-1-0000", "READ"))
     librispeech(tmp_path, "train-other-500", ("20-1-0000", "READ"))
+    (tmp_path / "LibriSpeech/train-other-500/20/1/._20-1.trans.txt").write_bytes(b"\0\5\x16\7")  # as macOS writes it
     librispeech(tmp_path, "dev-clean", ("84-1-0000", "HELLO"))
     librispeech(tmp_path, "test-clean", ("61-1-0000", "WORLD"), ("61-1-0001", "FOO"))
     corpus = LibriSpeechCorpus(
@@ -216,7 +231,7 @@ def test_librispeech_that_is_not_there(tmp_path: Path):
     with pytest.raises(FileNotFoundError, match=message):
         corpus.utterances("val")
     (tmp_path / "LibriSpeech" / "dev-clean").mkdir()
-    with pytest.raises(ValueError, match="dev-clean: has no FLAC"):
+    with pytest.raises(ValueError, match="dev-clean: has no transcripts"):
         corpus.utterances("val")
     with pytest.raises(FileNotFoundError, match="lexicon="):
         LibriSpeechCorpus(str(tmp_path), "nowhere").prepare()

@@ -1,3 +1,4 @@
+import gzip
 import re
 from collections.abc import Iterable
 from itertools import product
@@ -106,8 +107,14 @@ def test_lexicons_of_others(tmp_path: Path):
         lexicon = Lexicon(tmp_path / "dict")
         assert lexicon.phones == spaced(phones)
         assert text.lstrip("\ufeff").split()[0].upper() in lexicon
-    (tmp_path / "dict").write_bytes("DÉJÀ  D EY2 ZH AA1\n".encode("latin-1"))
-    assert Lexicon(tmp_path / "dict").pronounce(["DÉJÀ"]) == ("D", "EY", "ZH", "AA")
+    text = "DÉJÀ  D EY2 ZH AA1\n"
+    for data in (text.encode("latin-1"), text.encode("utf-16"), gzip.compress(text.encode())):
+        (tmp_path / "dict").write_bytes(data)
+        assert Lexicon(tmp_path / "dict").pronounce(["DÉJÀ"]) == ("D", "EY", "ZH", "AA")
+    for data in (gzip.compress(text.encode("latin-1")), text.encode("utf-16") + b"\0", text.encode("utf-16-le")):
+        (tmp_path / "dict").write_bytes(data)
+        with pytest.raises(ValueError, match=r"dict: it.* is (binary|not utf)"):
+            _ = Lexicon(tmp_path / "dict").phones
 
 
 def test_the_packages_lexicon_is_found_by_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

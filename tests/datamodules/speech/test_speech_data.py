@@ -308,7 +308,7 @@ class Absent(Tiny):
         pytest.fail("prepared")
 
 
-def test_predict_takes_recordings_without_the_corpus(make, corpus, tmp_path):
+def test_predict_takes_recordings_without_the_corpus(make, corpus, tmp_path, caplog):
     first, *_, last = corpus.splits["test"]
     manifest = tmp_path / "manifest.jsonl"
     lines = [
@@ -317,15 +317,27 @@ def test_predict_takes_recordings_without_the_corpus(make, corpus, tmp_path):
     ]
     manifest.write_text("\n".join(map(json.dumps, lines)) + "\n\n")
     folder = corpus.folder / "val"
-    (folder / "notes.txt").write_text("no sound")
+    for name in ("notes.txt", "._0.wav", ".Trash/old.wav"):
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_text("no sound")
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    linked = last.audio.rename(elsewhere / "far.wav")
+    last.audio.symlink_to(linked)
+    (folder / "linked").symlink_to(elsewhere)
+    (folder / "linked again").symlink_to(elsewhere)
     state = make("fit", normalize="corpus").state_dict()
     data = make(corpus=Absent(), normalize="corpus", audio=[str(first.audio), str(folder), str(manifest)])
     data.prepare_data()
-    data.setup("predict")
+    with caplog.at_level("INFO"):
+        data.setup("predict")
+    for words in ("4 left out", "2 hidden", ".Trash", "1 ending in .txt", "1 linked to a folder", "linked again"):
+        assert words in caplog.text
     data.load_state_dict(state)
     rows = rows_of(data.predict_dataloader())
     part = f"{last.audio.relative_to(tmp_path)}:0.05"
-    assert set(rows) == {str(first.audio), *(str(u.audio) for u in corpus.splits["val"]), part, "whole"}
+    in_folder = {str(u.audio) for u in corpus.splits["val"]} | {str(folder / "linked" / "far.wav")}
+    assert set(rows) == {str(first.audio), *in_folder, part, "whole"}
     train = torch.cat([filterbanks(u) for u in corpus.splits["train"]])
     assert (rows[str(first.audio)][0] - normal(filterbanks(first), train)).abs().max() < 1e-4
     assert len(rows[part][0]) == 13

@@ -37,6 +37,7 @@ def test_its_folder_in_capitals_or_not(tmp_path: Path):
         assert utterance.audio == root / (name.lower() if lower else name)
         assert utterance.speaker == "mdab0"
         assert utterance.phones == ("sil", "sh", "ix", "hh", "vcl", "b", "sil")  # q deleted
+    (tmp_path / "False/TEST/DR1/MDAB0/._SI648.PHN").write_bytes(b"\0\5\x16\7")  # as macOS writes it
     (tmp_path / "False/TEST/DR1/MDAB0/SI648.WAV.wav").touch()  # a RIFF copy
     names = [u.audio.name for u in TimitCorpus(str(tmp_path / "False")).utterances("test")]
     assert names == ["SI648.WAV.wav", "SX108.WAV"]

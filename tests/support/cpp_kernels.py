@@ -17,18 +17,11 @@ def needs_kernels(module: ModuleType) -> pytest.MarkDecorator:
     return pytest.mark.skipif(obstacle is not None, reason=f"no kernels: {obstacle}")
 
 
-def each_kind_of_vectors(module: ModuleType):
-    """Make a fixture that has `module` use vectors of 4, 8 or 16 numbers."""
-
-    @pytest.fixture(params=sorted(VECTORS))
-    def vectors(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch):
-        if request.param > HAS:
-            pytest.skip(f"the processor has no vectors of {request.param} numbers")
-        path = cpp_build.build(module.NAME, VECTORS[request.param])
-        monkeypatch.setattr(cpp_build, "library", lambda name: cpp_build.ctypes.CDLL(str(path)))
-        module._library.cache_clear()
-        assert module._library().width_of_vectors() == request.param
-        yield
-        module._library.cache_clear()
-
-    return vectors
+def use_vectors(width: int, module: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let `module` use vectors of 4, 8 or 16 numbers."""
+    if width > HAS:
+        pytest.skip(f"the processor has no vectors of {width} numbers")
+    path = cpp_build.build(module.NAME, VECTORS[width])
+    monkeypatch.setattr(cpp_build, "library", lambda name: cpp_build.ctypes.CDLL(str(path)))
+    module._library.cache_clear()
+    assert module._library().width_of_vectors() == width

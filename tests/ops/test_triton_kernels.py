@@ -62,7 +62,7 @@ on_gpu = [pytest.mark.skipif(not GPU, reason="no GPU: the interpreter would take
 
 @pytest.fixture(autouse=True)
 def _asked_for(in_triton, monkeypatch: pytest.MonkeyPatch):
-    """There is no GPU to try the kernels on, and the interpreter multiplies bfloat16's bits as if they were integers."""
+    """Use them without a trial. The interpreter would multiply the bits of bfloat16 as if they were integers."""
     for _, dispatch in DISPATCH.values():
         monkeypatch.setattr(dispatch, "_failure", lambda *of: None)
     right = interpreter.InterpreterBuilder.create_dot
@@ -443,7 +443,11 @@ def test_long_sequences_on_the_gpu(dtype: torch.dtype, precision: str, width: in
             options["lengths"] = lengths_of(8192, 5000)
             found, expected, again = (
                 [*results, *gradients(results, given)]
-                for function in (gated_linear_attention, gated_pytorch.plain_gated_linear_attention, gated_linear_attention)
+                for function in (
+                    gated_linear_attention,
+                    gated_pytorch.plain_gated_linear_attention,
+                    gated_linear_attention,
+                )
                 for given in [[t.detach().requires_grad_() for t in tensors]]
                 for results in [function(*given, **options)]
             )

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from lit_effattn.ops.runtime.selection import KERNELS
-from tests.support.rounding import rounding
 from tests.support.compile_for_gpu import COMPILED, MOST_SHARED
+from tests.support.rounding import rounding
 
 
 def elu_features(x: Tensor) -> Tensor:

@@ -1,3 +1,4 @@
+import itertools
 import math
 
 import pytest
@@ -41,40 +42,32 @@ def random(n: int, m: int | None = None):
     return q, k, v
 
 
-@BOTH
-@pytest.mark.parametrize("causal", [True, False])
-@pytest.mark.parametrize("stride", [1, 2, 5, 30])
-@pytest.mark.parametrize("n", [1, 4, 5, 6, 23])
-def test_strided_equals_its_sets(n: int, stride: int, causal: bool, local: bool, distant: bool):
-    q, k, v = random(n)
-    sets = [[strided_set(i, n, stride, local, distant, causal) for i in range(n)]]
-    y = strided_attention(q, k, v, stride, local=local, distant=distant, causal=causal)
-    torch.testing.assert_close(y, by_hand(q, k, v, sets))
+COLUMNS = [(1, [[0]]), (5, [[4]]), (5, [[3, 4]]), (6, [[4, 5], [2, 3], [0, 1]]), (30, [[28, 29]]), (3, [[0, 1, 2]])]
 
 
 @BOTH
 @pytest.mark.parametrize("causal", [True, False])
-@pytest.mark.parametrize(
-    ("stride", "columns"),
-    [(1, [[0]]), (5, [[4]]), (5, [[3, 4]]), (6, [[4, 5], [2, 3], [0, 1]]), (30, [[28, 29]]), (3, [[0, 1, 2]])],
-)
-@pytest.mark.parametrize("n", [1, 5, 6, 23])
-def test_fixed_equals_its_sets(n: int, stride: int, columns: list, causal: bool, local: bool, distant: bool):
-    q, k, v = random(n)
-    sets = [[fixed_set(i, n, stride, c, local, distant, causal) for i in range(n)] for c in columns]
-    y = fixed_attention(q, k, v, stride, torch.tensor(columns), local=local, distant=distant, causal=causal)
-    torch.testing.assert_close(y, by_hand(q, k, v, sets))
+def test_each_pattern_equals_its_sets(causal: bool, local: bool, distant: bool):
+    options = {"local": local, "distant": distant, "causal": causal}
+    for n in (1, 4, 5, 6, 23):
+        q, k, v = random(n)
+        for stride in (1, 2, 5, 30):
+            sets = [[strided_set(i, n, stride, local, distant, causal) for i in range(n)]]
+            torch.testing.assert_close(strided_attention(q, k, v, stride, **options), by_hand(q, k, v, sets))
+        for stride, columns in COLUMNS:
+            sets = [[fixed_set(i, n, stride, c, local, distant, causal) for i in range(n)] for c in columns]
+            y = fixed_attention(q, k, v, stride, torch.tensor(columns), **options)
+            torch.testing.assert_close(y, by_hand(q, k, v, sets))
 
 
 STARTS = [0, 3, 4, 7, 12]
 
 
 @BOTH
-@pytest.mark.parametrize("n", [1, 2, 4, 9])
 @pytest.mark.parametrize("spare", [0, 3])
-def test_strided_goes_on_from_where_each_row_stands(n: int, spare: int, local: bool, distant: bool):
-    m = max(STARTS) + n + spare
-    for pair in zip(STARTS, reversed(STARTS), strict=True):
+def test_strided_goes_on_from_where_each_row_stands(spare: int, local: bool, distant: bool):
+    for n, pair in itertools.product((1, 4, 9), zip(STARTS, reversed(STARTS), strict=True)):
+        m = max(STARTS) + n + spare
         q, k, v = random(m)
         sets = [[strided_set(i, m, 4, local, distant, True) for i in range(m)]]
         expected = by_hand(q, k, v, sets)
@@ -87,12 +80,11 @@ def test_strided_goes_on_from_where_each_row_stands(n: int, spare: int, local: b
 
 
 @BOTH
-@pytest.mark.parametrize("n", [1, 2, 4, 9])
 @pytest.mark.parametrize("columns", [[[2, 3]], [[3], [2], [1]]], ids=["shared", "distinct"])
-def test_fixed_goes_on_from_where_each_row_stands(n: int, columns: list, local: bool, distant: bool):
-    m = max(STARTS) + n
-    room = summary_positions(torch.tensor(columns), 4, -(-m // 4))
-    for pair in zip(STARTS, reversed(STARTS), strict=True):
+def test_fixed_goes_on_from_where_each_row_stands(columns: list, local: bool, distant: bool):
+    for n, pair in itertools.product((1, 4, 9), zip(STARTS, reversed(STARTS), strict=True)):
+        m = max(STARTS) + n
+        room = summary_positions(torch.tensor(columns), 4, -(-m // 4))
         q, k, v = random(m)
         sets = [[fixed_set(i, m, 4, c, local, distant, True) for i in range(m)] for c in columns]
         expected = by_hand(q, k, v, sets)

@@ -1,3 +1,4 @@
+import itertools
 import math
 import sys
 
@@ -18,6 +19,7 @@ from lit_effattn.ops.favor.pytorch import (
 )
 from lit_effattn.ops.runtime.selection import KERNELS
 from tests.support.kernels import check_operators
+from tests.support.rounding import rounding
 from tests.support.tensor_sizes import Largest, Made, largest_in_training
 
 B, H, F, D = 2, 3, 5, 4
@@ -35,17 +37,17 @@ def generator(seed: int = 0) -> torch.Generator:
 # ---------------------------------------------------------------------------------------------- the random directions
 
 
-@pytest.mark.parametrize(("n", "dim"), [(4, 4), (11, 4), (3, 5), (2, 1)])
-def test_blocks_are_orthogonal_and_lengths_are_those_of_gaussians(n: int, dim: int):
-    omega = draw_omega(3000, n, dim, generator=generator())
-    assert omega.shape == (3000, n, dim)
-    for block in omega.split(dim, 1):
-        products = block @ block.mT
-        off = products - torch.diag_embed(products.diagonal(dim1=-2, dim2=-1))
-        assert off.abs().max() < 1e-12
-    squares = omega.square().sum(-1).flatten(0, 1)  # χ² of `dim` degrees: mean dim, variance 2 dim
-    assert squares.mean().item() == pytest.approx(dim, rel=0.05)
-    assert squares.var().item() == pytest.approx(2 * dim, rel=0.15)
+def test_blocks_are_orthogonal_and_lengths_are_those_of_gaussians():
+    for n, dim in ((4, 4), (11, 4), (3, 5), (2, 1)):
+        omega = draw_omega(3000, n, dim, generator=generator())
+        assert omega.shape == (3000, n, dim)
+        for block in omega.split(dim, 1):
+            products = block @ block.mT
+            off = products - torch.diag_embed(products.diagonal(dim1=-2, dim2=-1))
+            assert off.abs().max() < 1e-12
+        squares = omega.square().sum(-1).flatten(0, 1)  # χ² of `dim` degrees: mean dim, variance 2 dim
+        assert squares.mean().item() == pytest.approx(dim, rel=0.05)
+        assert squares.var().item() == pytest.approx(2 * dim, rel=0.15)
 
 
 def test_blocks_and_heads_are_independent():
@@ -59,13 +61,10 @@ def test_independent_directions_are_gaussian():
     torch.testing.assert_close(omega.T @ omega / 20000, torch.eye(3, dtype=torch.float64), rtol=0, atol=0.05)
 
 
-@pytest.mark.parametrize("orthogonal", [True, False])
-def test_regular_norms(orthogonal: bool):
-    omega = draw_omega(2, 7, 3, orthogonal=orthogonal, norms="sqrt_d", generator=generator())
-    torch.testing.assert_close(omega.norm(dim=-1), torch.full((2, 7), math.sqrt(3), dtype=torch.float64))
-
-
-def test_a_generator_decides():
+def test_regular_norms_and_a_generator():
+    for orthogonal in (True, False):
+        omega = draw_omega(2, 7, 3, orthogonal=orthogonal, norms="sqrt_d", generator=generator())
+        torch.testing.assert_close(omega.norm(dim=-1), torch.full((2, 7), math.sqrt(3), dtype=torch.float64))
     a, b, c = (draw_omega(2, 5, 3, generator=generator(seed)) for seed in (1, 1, 2))
     assert torch.equal(a, b)
     assert not torch.equal(a, c)
@@ -86,8 +85,7 @@ UNBIASED = {
 
 
 @pytest.mark.parametrize("name", UNBIASED)
-@pytest.mark.parametrize(("orthogonal", "n"), [(True, 4), (True, 9), (False, 4)])
-@pytest.mark.parametrize("angle", [0.4, 2.0])
+@pytest.mark.parametrize(("orthogonal", "n", "angle"), [(True, 9, 0.4), (False, 4, 2.0)])
 def test_estimates_of_the_exponential_are_unbiased(name: str, orthogonal: bool, n: int, angle: float):
     phi, per_omega = UNBIASED[name]
     draws, dim = 20000, 4
@@ -102,9 +100,8 @@ def test_estimates_of_the_exponential_are_unbiased(name: str, orthogonal: bool, 
     assert abs(score.item()) < 4
 
 
-@pytest.mark.parametrize("n", [1, 3])
-def test_logs_of_positive_features_are_a_product_and_an_offset(n: int):
-    x, omega = torch.randn(B, H, n, D, dtype=torch.float64), draw_omega(H, F, D, generator=generator())
+def test_logs_of_positive_features_are_a_product_and_an_offset():
+    x, omega = torch.randn(B, H, 3, D, dtype=torch.float64), draw_omega(H, F, D, generator=generator())
     logs = torch.einsum("bhnd,hfd->bhnf", x, omega)
     for features, product in ((log_positive_features, logs), (log_hyperbolic_features, torch.cat([logs, -logs], -1))):
         expected = product - x.square().sum(-1, keepdim=True) / 2 - math.log(product.size(-1)) / 2
@@ -161,29 +158,23 @@ FORMS = pytest.mark.parametrize("form", [from_logs, plain_causal_favor], ids=["b
 
 @FORMS
 @pytest.mark.parametrize("spread", [1.0, 30.0, 300.0])
-@pytest.mark.parametrize("n", [1, 7, 8, 9, 23])
-@pytest.mark.parametrize("chunk_size", [1, 8, 64])
-def test_causal_equals_the_definition(n: int, chunk_size: int, spread: float, form):
-    q, k, v = logs(n, spread), logs(n, spread), values(n)
-    y, s, z, m = form(q, k, v, *empty(), chunk_size=chunk_size)
-    torch.testing.assert_close(y, by_hand(q, k, v, causal=True))
-    torch.testing.assert_close(m, k.amax(2))
-    scaled = (k - k.amax(2, keepdim=True)).exp()
-    torch.testing.assert_close(z, scaled.sum(2))
-    torch.testing.assert_close(s, torch.einsum("bhnf,bhnd->bhfd", scaled, v))
-
-
-@pytest.mark.parametrize("spread", [1.0, 300.0])
-def test_every_query_sees_every_key(spread: float):
+def test_causal_equals_the_definition(spread: float, form):
+    for n, chunk_size in itertools.product((1, 7, 8, 9, 23), (1, 8, 64)):
+        q, k, v = logs(n, spread), logs(n, spread), values(n)
+        y, s, z, m = form(q, k, v, *empty(), chunk_size=chunk_size)
+        torch.testing.assert_close(y, by_hand(q, k, v, causal=True))
+        torch.testing.assert_close(m, k.amax(2))
+        scaled = (k - k.amax(2, keepdim=True)).exp()
+        torch.testing.assert_close(z, scaled.sum(2))
+        torch.testing.assert_close(s, torch.einsum("bhnf,bhnd->bhfd", scaled, v))
     q, k, v = logs(6, spread), logs(9, spread), values(9)
     torch.testing.assert_close(favor(q, k, v), by_hand(q, k, v, causal=False))
 
 
-@pytest.mark.parametrize("spread", [1.0, 300.0])
 @pytest.mark.parametrize("in_place", [False, True])
 @FORMS
-def test_going_on_from_the_sums(spread: float, in_place: bool, form):
-    q, k, v = logs(17, spread), logs(17, spread), values(17)
+def test_going_on_from_the_sums(in_place: bool, form):
+    q, k, v = logs(17, 300.0), logs(17, 300.0), values(17)
     _, *sums = form(q[:, :, :7], k[:, :, :7], v[:, :, :7], *empty(), chunk_size=4)
     parts = []
     for i in range(7, 11):
@@ -199,14 +190,13 @@ def test_going_on_from_the_sums(spread: float, in_place: bool, form):
 
 @pytest.mark.usefixtures("in_float32")
 @pytest.mark.parametrize("form", [from_logs, plain_causal_favor, None], ids=["by hand", "plain", "not causal"])
-@pytest.mark.parametrize("order", ["as drawn", "rising", "falling"])
+@pytest.mark.parametrize("order", ["rising", "falling"])
 def test_large_norms_in_float32(form, order: str):
     """Inputs × 30; rising keys are those that a maximum at a chunk's border underflows for."""
     n, f = 200, 16
     omega = draw_omega(1, f, D, generator=generator())
     q, k = (30 * torch.randn(2, 1, n, D, generator=generator(i), dtype=torch.float64) for i in (1, 2))
-    if order != "as drawn":
-        k = k.gather(2, k.norm(dim=-1, keepdim=True).argsort(2, order == "rising").expand_as(k))
+    k = k.gather(2, k.norm(dim=-1, keepdim=True).argsort(2, order == "rising").expand_as(k))
     log_q, log_k = (log_positive_features(t * D**-0.25, omega).float() for t in (q, k))
     log_q.requires_grad_(), log_k.requires_grad_()
     v = values(n, 2, 1)
@@ -218,20 +208,20 @@ def test_large_norms_in_float32(form, order: str):
 
 
 @pytest.mark.usefixtures("in_float32")
-@pytest.mark.parametrize("spread", [10.0, 30.0, 1000.0, 1e4])
-def test_weights_sum_to_one_whatever_the_norms(spread: float):
+def test_weights_sum_to_one_whatever_the_norms():
     """The denominator is never 0, nor so small that its rounding shows."""
-    q, k = logs(300, spread).float(), logs(300, spread).float()
     ones = torch.ones(B, H, 300, D)
-    for form in (from_logs, plain_causal_favor):
-        torch.testing.assert_close(form(q, k, ones, *empty(dtype=torch.float32))[0], ones)
-    torch.testing.assert_close(favor(q, k, ones), ones)
+    for spread in (10.0, 30.0, 1000.0, 1e4):
+        q, k = logs(300, spread).float(), logs(300, spread).float()
+        for form in (from_logs, plain_causal_favor):
+            y = form(q, k, ones, *empty(dtype=torch.float32))[0]
+            assert (y - 1).abs().max() < rounding(torch.float32, 300)
+        assert (favor(q, k, ones) - 1).abs().max() < rounding(torch.float32, 300)
 
 
 @FORMS
-@pytest.mark.parametrize("spread", [1.0, 300.0])
-def test_padding_is_nothing_and_rows_without_keys_give_0(spread: float, form):
-    q, k, v = (t.requires_grad_() for t in (logs(9, spread), logs(9, spread), values(9)))
+def test_padding_is_nothing_and_rows_without_keys_give_0(form):
+    q, k, v = (t.requires_grad_() for t in (logs(9, 300.0), logs(9, 300.0), values(9)))
     there = torch.tensor([0, 5])
     masked = k.masked_fill((torch.arange(9) >= there[:, None])[:, None, :, None], -torch.inf)
     y, s, z, m = form(q, masked, v, *empty(), chunk_size=4)
@@ -255,7 +245,7 @@ def steep(n: int, at: int, rise: float = 1000.0, b: int = 1, h: int = 1, f: int 
     return log_q, log_k
 
 
-@pytest.mark.parametrize(("n", "at"), [(1, 9), (3, 1), (4, 3), (4, 9), (5, 9), (7, 1), (7, 6), (7, 9)])
+@pytest.mark.parametrize(("n", "at"), [(1, 9), (4, 3), (5, 9), (7, 1), (7, 6)])
 def test_gradients(n: int, at: int):
     """Chunks of 4, and keys that rise too far at one of their positions, or nowhere."""
     q, k = (t.requires_grad_() for t in steep(n, at))
@@ -294,9 +284,10 @@ def gradients_of(function, inputs, weights, m, **options):
     return y, s, z, after, *torch.autograd.grad((y, s, z), inputs, weights)
 
 
-@pytest.mark.parametrize("rows", [1, 20])
-@pytest.mark.parametrize("heads_first", [True, False])
-@pytest.mark.parametrize("rise", [0.0, 30.0, 100.0, 1e4])
+@pytest.mark.parametrize(
+    ("rows", "heads_first", "rise"),
+    [(1, True, 0.0), (20, False, 30.0), (20, True, 100.0), (1, False, 1e4)],
+)
 def test_by_hand_equals_the_plain_form_in_any_layout(rows: int, heads_first: bool, rise: float):
     """Heads come as (B, H, N, D), or as a view of (B, N, H, D); many rows are taken in groups; some keys rise."""
     n = 11
@@ -316,7 +307,7 @@ def test_by_hand_equals_the_plain_form_in_any_layout(rows: int, heads_first: boo
 
 
 @pytest.mark.usefixtures("in_float32")
-@pytest.mark.parametrize("rise", [0.0, 30.0, 100.0])
+@pytest.mark.parametrize("rise", [0.0, 100.0])
 def test_gradients_in_float32_are_near_those_in_float64_whatever_the_autocast(rise: float):
     n = 300
     exact = [*steep(n, 70, rise, 1, 1, F), values(n, 1, 1)]
@@ -329,7 +320,10 @@ def test_gradients_in_float32_are_near_those_in_float64_whatever_the_autocast(ri
         )
     for a, b in zip(found, expected, strict=True):
         assert a.dtype == torch.float32
-        torch.testing.assert_close(a.double(), b, rtol=1e-4, atol=1e-4)
+        a, b = (t.double().nan_to_num(neginf=-1e3) for t in (a, b))
+        assert (a - b).norm() < rounding(
+            torch.float32, n, 1 + rise / 10
+        ) * b.norm()  # exponents up to `rise` are rounded
 
 
 @pytest.mark.usefixtures("in_float32")
@@ -338,8 +332,8 @@ def test_a_later_key_changes_no_bit_however_far_it_rises(chunk_size: int):
     n, f = 100, 16
     q, k, v = (t.float() for t in (logs(n, 3, f, 1, 2), logs(n, 3, f, 1, 2), values(n, 1, 2)))
     y = from_logs(q, k, v, *empty(f, 1, 2, torch.float32), chunk_size=chunk_size)[0]
-    for t in (0, 1, 5, 63, 64, 99):
-        for rise in (1e-3, 20.0, 45.0, 1e4, -1e4):
+    for t in (0, 5, 63, 64, 99):
+        for rise in (1e-3, 45.0, 1e4, -1e4):
             changed = k.clone()
             changed[:, 0, t] += rise
             z = from_logs(q, changed, v, *empty(f, 1, 2, torch.float32), chunk_size=chunk_size)[0]

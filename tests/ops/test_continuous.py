@@ -1,3 +1,4 @@
+import itertools
 import math
 
 import numpy as np
@@ -58,8 +59,10 @@ def test_the_basis():
     torch.testing.assert_close(heights * variances.sqrt()[:, None], torch.full((2, 3), 0.3989422804014327).double())
 
 
-@pytest.mark.parametrize(("mean", "deviation"), [(0.3, 0.02), (0.5, 0.2), (0.97, 0.05), (0.0, 0.8), (1.0, 0.001)])
-@pytest.mark.parametrize("widths", [(0.01, 0.05), (0.005, 0.01), (0.3,)])
+@pytest.mark.parametrize(
+    ("mean", "deviation", "widths"),
+    [(0.3, 0.02, (0.01, 0.05)), (0.97, 0.05, (0.005, 0.01)), (0.0, 0.8, (0.3,)), (1.0, 0.001, (0.01, 0.05))],
+)
 def test_expectations_equal_quadrature(mean: float, deviation: float, widths: tuple[float, ...]):
     """E[ψ_j] = ∫ N(t; μ, σ²) ψ_j(t) dt, by Gauss and Legendre on many short intervals around the density."""
     basis = basis_of(8 * len(widths), widths, **DOUBLE)
@@ -76,33 +79,32 @@ def test_expectations_equal_quadrature(mean: float, deviation: float, widths: tu
     assert (found - expected).abs().max() <= 1e-12 * max(1, expected.max())
 
 
-@pytest.mark.parametrize("n", [1, 2, 7, 40])
-@pytest.mark.parametrize("penalty", [0.5, 1.0])
-def test_ridge_equals_scikit_learn(n: int, penalty: float):
-    basis = basis_of(16, (0.01, 0.05), **DOUBLE)
-    times, targets = torch.rand(n, dtype=torch.float64), torch.randn(n, 3, dtype=torch.float64)
-    psi = expected_basis(times, torch.zeros_like(times), basis)
-    expected = Ridge(alpha=penalty, fit_intercept=False, solver="svd").fit(psi.numpy(), targets.numpy()).coef_.T
-    np.testing.assert_allclose((ridge(psi, penalty) @ targets).numpy(), expected, rtol=1e-8, atol=1e-10)
+def test_ridge_equals_scikit_learn():
+    for n, penalty in itertools.product([1, 2, 7, 40], [0.5, 1.0]):
+        basis = basis_of(16, (0.01, 0.05), **DOUBLE)
+        times, targets = torch.rand(n, dtype=torch.float64), torch.randn(n, 3, dtype=torch.float64)
+        psi = expected_basis(times, torch.zeros_like(times), basis)
+        expected = Ridge(alpha=penalty, fit_intercept=False, solver="svd").fit(psi.numpy(), targets.numpy()).coef_.T
+        np.testing.assert_allclose((ridge(psi, penalty) @ targets).numpy(), expected, rtol=1e-8, atol=1e-10)
 
 
-@pytest.mark.parametrize(("n_old", "n_new"), [(0, 1), (0, 5), (0, 8), (3, 4), (4, 5)])
-def test_the_fit_equals_scikit_learn_with_zeros_beyond_the_ends(n_old: int, n_new: int):
-    tau, n = 0.75, n_old + n_new
-    x = np.random.default_rng(0).standard_normal((n, 2))
-    start = tau if n_old else 0
-    inside = [tau * (i + 0.5) / n_old for i in range(n_old)]
-    inside += [start + (1 - start) * (i + 0.5) / n_new for i in range(n_new)]
-    beyond = [(i + 0.5) / n for i in range(n) if (i + 0.5) / n <= 0.5]
-    assert len(beyond) == (n + 1) // 2
-    times = np.array(inside + [-t for t in beyond] + [1 + t for t in beyond])
-    centres = np.tile(np.linspace(0, 1, 5), 2)
-    deviations = np.repeat([0.1, 0.2], 5)
-    psi = np.exp(-(((times[:, None] - centres) / deviations) ** 2) / 2) / (deviations * math.sqrt(2 * math.pi))
-    targets = np.concatenate([x, np.zeros((2 * len(beyond), 2))])
-    expected = Ridge(alpha=1.0, fit_intercept=False, solver="svd").fit(psi, targets).coef_.T
-    matrix = fit_matrix(n_old, n_new, tau, 10, (0.1, 0.2), 1.0, torch.float64, CPU)
-    np.testing.assert_allclose(matrix.numpy() @ x, expected, rtol=1e-9, atol=1e-11)
+def test_the_fit_equals_scikit_learn_with_zeros_beyond_the_ends():
+    for n_old, n_new in [(0, 1), (0, 5), (0, 8), (3, 4), (4, 5)]:
+        tau, n = 0.75, n_old + n_new
+        x = np.random.default_rng(0).standard_normal((n, 2))
+        start = tau if n_old else 0
+        inside = [tau * (i + 0.5) / n_old for i in range(n_old)]
+        inside += [start + (1 - start) * (i + 0.5) / n_new for i in range(n_new)]
+        beyond = [(i + 0.5) / n for i in range(n) if (i + 0.5) / n <= 0.5]
+        assert len(beyond) == (n + 1) // 2
+        times = np.array(inside + [-t for t in beyond] + [1 + t for t in beyond])
+        centres = np.tile(np.linspace(0, 1, 5), 2)
+        deviations = np.repeat([0.1, 0.2], 5)
+        psi = np.exp(-(((times[:, None] - centres) / deviations) ** 2) / 2) / (deviations * math.sqrt(2 * math.pi))
+        targets = np.concatenate([x, np.zeros((2 * len(beyond), 2))])
+        expected = Ridge(alpha=1.0, fit_intercept=False, solver="svd").fit(psi, targets).coef_.T
+        matrix = fit_matrix(n_old, n_new, tau, 10, (0.1, 0.2), 1.0, torch.float64, CPU)
+        np.testing.assert_allclose(matrix.numpy() @ x, expected, rtol=1e-9, atol=1e-11)
 
 
 def smooth(t: torch.Tensor) -> torch.Tensor:
@@ -110,12 +112,12 @@ def smooth(t: torch.Tensor) -> torch.Tensor:
     return torch.stack([torch.sin(5 * t), torch.cos(3 * t), t * (1 - t)], 1) * torch.sin(math.pi * t)[:, None] ** 3
 
 
-@pytest.mark.parametrize("n", [100, 101])
-def test_a_smooth_signal_is_recovered(n: int):
-    times = even_times(n, **DOUBLE)
-    b = fit(smooth(times), 64)
-    between = torch.linspace(0.02, 0.98, 333, dtype=torch.float64)
-    assert (evaluate_signal(b, between, basis_of(64, WIDTHS, **DOUBLE))[0] - smooth(between)).abs().max() < 2e-3
+def test_a_smooth_signal_is_recovered():
+    for n in [100, 101]:
+        times = even_times(n, **DOUBLE)
+        b = fit(smooth(times), 64)
+        between = torch.linspace(0.02, 0.98, 333, dtype=torch.float64)
+        assert (evaluate_signal(b, between, basis_of(64, WIDTHS, **DOUBLE))[0] - smooth(between)).abs().max() < 2e-3
 
 
 def test_old_times_move_towards_the_past():
@@ -190,16 +192,16 @@ def test_pseudorandom_numbers_look_independent(dtype: torch.dtype):
     assert torch.equal(pseudorandom(torch.tensor([5, 9]), 7, dtype)[1], pseudorandom(torch.tensor([9]), 7, dtype)[0])
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_the_ends_of_a_histogram(dtype: torch.dtype):
-    levels = torch.tensor([[0.0, 2**-23, 1 - 2**-24, 1.0]], dtype=dtype)
-    for histogram in (
-        torch.rand(1, 128, dtype=dtype),
-        torch.zeros(1, 128, dtype=dtype),
-        torch.eye(128, dtype=dtype)[:1],
-    ):
-        found = quantiles(histogram, levels)
-        assert ((found >= 0) & (found <= 1)).all()
+def test_the_ends_of_a_histogram():
+    for dtype in [torch.float32, torch.float64]:
+        levels = torch.tensor([[0.0, 2**-23, 1 - 2**-24, 1.0]], dtype=dtype)
+        for histogram in (
+            torch.rand(1, 128, dtype=dtype),
+            torch.zeros(1, 128, dtype=dtype),
+            torch.eye(128, dtype=dtype)[:1],
+        ):
+            found = quantiles(histogram, levels)
+            assert ((found >= 0) & (found <= 1)).all()
 
 
 def test_jitter_is_even_within_a_row_and_over_time():

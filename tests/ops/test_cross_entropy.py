@@ -1,6 +1,7 @@
 """The cross-entropy in chunks of positions, against the whole matrix of logits in float64."""
 
-import pytest
+import itertools
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -28,17 +29,15 @@ def gradients(losses: Tensor, leaves: list[Tensor | None], upstream: Tensor) -> 
     return list(torch.autograd.grad(losses, [x for x in leaves if x is not None], upstream.to(losses.dtype)))
 
 
-@pytest.mark.parametrize("epsilon", [0.0, 0.1])
-@pytest.mark.parametrize("bias", [True, False])
-@pytest.mark.parametrize("chunk", [1, V, 7 * V + 3, M * V, 2**24])
-def test_losses_and_gradients_are_those_of_the_whole_matrix(chunk: int, bias: bool, epsilon: float):
-    leaves, target, upstream = inputs(bias=bias)
-    losses = linear_cross_entropy(*leaves, target, epsilon, chunk)
-    expected = whole(*leaves, target, epsilon)
-    torch.testing.assert_close(losses, expected, rtol=0, atol=1e-13)
-    torch.testing.assert_close(
-        gradients(losses, leaves, upstream), gradients(expected, leaves, upstream), rtol=0, atol=1e-13
-    )
+def test_losses_and_gradients_are_those_of_the_whole_matrix():
+    for epsilon, bias, chunk in itertools.product([0.0, 0.1], [True, False], [1, V, 7 * V + 3, M * V, 2**24]):
+        leaves, target, upstream = inputs(bias=bias)
+        losses = linear_cross_entropy(*leaves, target, epsilon, chunk)
+        expected = whole(*leaves, target, epsilon)
+        torch.testing.assert_close(losses, expected, rtol=0, atol=1e-13)
+        torch.testing.assert_close(
+            gradients(losses, leaves, upstream), gradients(expected, leaves, upstream), rtol=0, atol=1e-13
+        )
 
 
 def test_logits_of_any_size_are_safe():
@@ -50,20 +49,20 @@ def test_logits_of_any_size_are_safe():
     assert of_weight.tolist() == [[0, -1e4], [0, 1e4]]
 
 
-@pytest.mark.parametrize("autocast", [True, False])
-def test_half_precision_accumulates_in_float32(autocast: bool):
+def test_half_precision_accumulates_in_float32():
     """Errors are those of the whole matrix in bfloat16; the sum over 23 chunks adds none."""
-    leaves, target, upstream = inputs(torch.float32 if autocast else torch.bfloat16)
-    exact = [x.detach().double().requires_grad_() for x in leaves]
-    losses64 = whole(*exact, target, 0.1)
-    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-        losses = linear_cross_entropy(*leaves, target, 0.1, V)
-    assert losses.dtype == torch.float32
-    torch.testing.assert_close(losses.double(), losses64, rtol=0, atol=0.05)
-    found = gradients(losses, leaves, upstream)
-    assert [x.dtype for x in found] == [x.dtype for x in leaves]
-    for x, y in zip(found, gradients(losses64, exact, upstream), strict=True):
-        assert (x - y).norm() < 0.02 * y.norm()
+    for autocast in [True, False]:
+        leaves, target, upstream = inputs(torch.float32 if autocast else torch.bfloat16)
+        exact = [x.detach().double().requires_grad_() for x in leaves]
+        losses64 = whole(*exact, target, 0.1)
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            losses = linear_cross_entropy(*leaves, target, 0.1, V)
+        assert losses.dtype == torch.float32
+        torch.testing.assert_close(losses.double(), losses64, rtol=0, atol=0.05)
+        found = gradients(losses, leaves, upstream)
+        assert [x.dtype for x in found] == [x.dtype for x in leaves]
+        for x, y in zip(found, gradients(losses64, exact, upstream), strict=True):
+            assert (x - y).norm() < 0.02 * y.norm()
 
 
 def test_no_matrix_of_all_logits_is_made():

@@ -71,49 +71,46 @@ def test_near_vectors_fall_together_more_often():
 # ------------------------------------------------------------------------------------------------------------- chunks
 
 
-@pytest.mark.parametrize("lengths", [[13, 13], [13, 5], [0, 1]])
-@pytest.mark.parametrize("c", [1, 3, 20])
-def test_sorted_chunks_one_position_after_the_other(lengths: list[int], c: int):
-    buckets = random_buckets(13, 4, lengths)
-    chunks = sorted_chunks(buckets, 4, c)
-    for b, h, r in HEADS_AND_ROUNDS:
-        row = buckets[b, h, r].tolist()
-        order = sorted(range(13), key=lambda i: (row[i], i))
-        for i in range(13):
-            there = i < lengths[b]
-            slot = order.index(i)
-            assert chunks.slots[b, h, r, i] == (slot if there else chunks.n_chunks * c)
-            assert chunks.places[b, h, i, r] == (slot // c * 4 + row[i] if there else NOWHERE)
+def test_sorted_chunks_one_position_after_the_other():
+    for lengths, c in itertools.product([[13, 13], [13, 5], [0, 1]], [1, 3, 20]):
+        buckets = random_buckets(13, 4, lengths)
+        chunks = sorted_chunks(buckets, 4, c)
+        for b, h, r in HEADS_AND_ROUNDS:
+            row = buckets[b, h, r].tolist()
+            order = sorted(range(13), key=lambda i: (row[i], i))
+            for i in range(13):
+                there = i < lengths[b]
+                slot = order.index(i)
+                assert chunks.slots[b, h, r, i] == (slot if there else chunks.n_chunks * c)
+                assert chunks.places[b, h, i, r] == (slot // c * 4 + row[i] if there else NOWHERE)
 
 
-@pytest.mark.parametrize("lengths", [[13, 13], [13, 5], [0, 1]])
-@pytest.mark.parametrize("c", [1, 3, 20])
-@pytest.mark.parametrize("begun", [False, True])
-def test_ranked_chunks_one_position_after_the_other(lengths: list[int], c: int, begun: bool):
-    buckets = random_buckets(13, 4, lengths)
-    before = torch.randint(8, (B, H, R, 4)) if begun else None
-    chunks, ranks, first, counts = ranked_chunks(buckets, 4, c, before)
-    for b, h, r in HEADS_AND_ROUNDS:
-        row = buckets[b, h, r].tolist()
-        count = [0] * 4 if before is None else before[b, h, r].tolist()
-        taken = set()
-        for i in range(13):
-            slot = int(chunks.slots[b, h, r, i])
-            if i >= lengths[b]:
-                assert chunks.places[b, h, i, r] == NOWHERE
-                assert slot == chunks.n_chunks * c
-                continue
-            bucket = row[i]
-            assert ranks[b, h, r, i] == count[bucket]
-            assert chunks.places[b, h, i, r] == count[bucket] // c * 4 + bucket
-            assert slot % c == count[bucket] % c
-            start = 0 if before is None else int(before[b, h, r, bucket]) // c - 1
-            assert slot // c == first[b, h, r, bucket] // c + count[bucket] // c - start
-            assert slot // c < chunks.n_chunks
-            taken.add(slot)
-            count[bucket] += 1
-        assert len(taken) == lengths[b], "two positions in one slot"
-        assert counts[b, h, r].tolist() == count
+def test_ranked_chunks_one_position_after_the_other():
+    for lengths, c, begun in itertools.product([[13, 13], [13, 5], [0, 1]], [1, 3, 20], [False, True]):
+        buckets = random_buckets(13, 4, lengths)
+        before = torch.randint(8, (B, H, R, 4)) if begun else None
+        chunks, ranks, first, counts = ranked_chunks(buckets, 4, c, before)
+        for b, h, r in HEADS_AND_ROUNDS:
+            row = buckets[b, h, r].tolist()
+            count = [0] * 4 if before is None else before[b, h, r].tolist()
+            taken = set()
+            for i in range(13):
+                slot = int(chunks.slots[b, h, r, i])
+                if i >= lengths[b]:
+                    assert chunks.places[b, h, i, r] == NOWHERE
+                    assert slot == chunks.n_chunks * c
+                    continue
+                bucket = row[i]
+                assert ranks[b, h, r, i] == count[bucket]
+                assert chunks.places[b, h, i, r] == count[bucket] // c * 4 + bucket
+                assert slot % c == count[bucket] % c
+                start = 0 if before is None else int(before[b, h, r, bucket]) // c - 1
+                assert slot // c == first[b, h, r, bucket] // c + count[bucket] // c - start
+                assert slot // c < chunks.n_chunks
+                taken.add(slot)
+                count[bucket] += 1
+            assert len(taken) == lengths[b], "two positions in one slot"
+            assert counts[b, h, r].tolist() == count
 
 
 def test_a_later_position_moves_no_border():
@@ -169,8 +166,6 @@ def random_case(n: int, d: int, n_buckets: int, c: int, causal: bool, lengths: l
     return x, v, cut(random_buckets(n, n_buckets, lengths), n_buckets, c, causal)
 
 
-@pytest.mark.parametrize("form", [attend_in_chunks, plain_attend_in_chunks])
-@pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize(
     ("n", "c", "at_once"),
     [
@@ -181,32 +176,33 @@ def random_case(n: int, d: int, n_buckets: int, c: int, causal: bool, lengths: l
         (500, 128, 2**17),  # of a quarter
     ],
 )
-def test_output_and_gradients_equal_the_definition(monkeypatch, form, causal: bool, n: int, c: int, at_once: int):
-    monkeypatch.setattr(sys.modules[attend_in_chunks.__module__], "_SCORES", at_once)
-    n_buckets = 2
-    x, v, chunks = random_case(n, 4, n_buckets, c, causal, [n, n - 17])
-    weights = torch.randn_like(v)
-    weights[1, :, n - 17 :] = 0  # padding
-    out = form(x, v, chunks.places, chunks, n_buckets, c, causal=causal)
-    assert out.isfinite().all()
-    expected = by_definition(x, v, chunks.places, n_buckets, causal).masked_fill(weights == 0, 0)
-    torch.testing.assert_close(out.masked_fill(weights == 0, 0), expected)
-    found, wanted = (torch.autograd.grad(y, (x, v), weights) for y in (out, expected))
-    torch.testing.assert_close(found, wanted)
+def test_output_and_gradients_equal_the_definition(monkeypatch, n: int, c: int, at_once: int):
+    for form, causal in itertools.product([attend_in_chunks, plain_attend_in_chunks], [True, False]):
+        monkeypatch.setattr(sys.modules[attend_in_chunks.__module__], "_SCORES", at_once)
+        n_buckets = 2
+        x, v, chunks = random_case(n, 4, n_buckets, c, causal, [n, n - 17])
+        weights = torch.randn_like(v)
+        weights[1, :, n - 17 :] = 0  # padding
+        out = form(x, v, chunks.places, chunks, n_buckets, c, causal=causal)
+        assert out.isfinite().all()
+        expected = by_definition(x, v, chunks.places, n_buckets, causal).masked_fill(weights == 0, 0)
+        torch.testing.assert_close(out.masked_fill(weights == 0, 0), expected)
+        found, wanted = (torch.autograd.grad(y, (x, v), weights) for y in (out, expected))
+        torch.testing.assert_close(found, wanted)
 
 
-@pytest.mark.parametrize("scale", [1e-3, 1e3])
-def test_by_hand_float32_is_near(scale: float):
+def test_by_hand_float32_is_near():
     """Where all rounds see nothing, and where of two keys that are seen one has all the weight."""
-    x, v, chunks = random_case(200, 8, 2, 64, True, [200, 200])
-    x = (scale * x).detach().requires_grad_()
-    expected = plain_attend_in_chunks(x, v, chunks.places, chunks, 2, 64, causal=True)
-    wanted = torch.autograd.grad(expected.square().sum(), (x, v))
-    x, v = (t.detach().float().requires_grad_() for t in (x, v))
-    out = attend_in_chunks(x, v, chunks.places, chunks, 2, 64, causal=True)
-    assert out.dtype == torch.float32
-    for a, b in zip((out, *torch.autograd.grad(out.square().sum(), (x, v))), (expected, *wanted), strict=True):
-        assert (a - b).norm() <= 1e-4 * b.norm()
+    for scale in [1e-3, 1e3]:
+        x, v, chunks = random_case(200, 8, 2, 64, True, [200, 200])
+        x = (scale * x).detach().requires_grad_()
+        expected = plain_attend_in_chunks(x, v, chunks.places, chunks, 2, 64, causal=True)
+        wanted = torch.autograd.grad(expected.square().sum(), (x, v))
+        x, v = (t.detach().float().requires_grad_() for t in (x, v))
+        out = attend_in_chunks(x, v, chunks.places, chunks, 2, 64, causal=True)
+        assert out.dtype == torch.float32
+        for a, b in zip((out, *torch.autograd.grad(out.square().sum(), (x, v))), (expected, *wanted), strict=True):
+            assert (a - b).norm() <= 1e-4 * b.norm()
 
 
 def test_by_hand_what_is_alone_asks_nothing():

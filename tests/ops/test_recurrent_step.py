@@ -2,7 +2,6 @@
 
 from itertools import product
 
-import pytest
 import torch
 from torch import Tensor
 
@@ -37,13 +36,13 @@ def doubled(given: Arguments) -> list[Tensor | None]:
     return [None if t is None else t.double() for t in given]
 
 
-@pytest.mark.parametrize("in_place", [False, True])
-def test_the_definition(in_place: bool):
-    for case in CASES:
-        q, k, v, s, decay, beta = doubled(arguments(*case))
-        expected = by_definition(q, k, v, s, decay, beta)
-        before = s.clone()
-        y, after = recurrent_step(q, k, v, s, decay=decay, beta=beta, in_place=in_place)
-        torch.testing.assert_close((y, after), expected)
-        assert (after is s) == in_place
-        assert in_place or torch.equal(s, before)
+def test_the_definition():
+    for in_place in [False, True]:
+        for case in CASES:
+            q, k, v, s, decay, beta = doubled(arguments(*case))
+            expected = by_definition(q, k, v, s, decay, beta)
+            before = s.clone()
+            y, after = recurrent_step(q, k, v, s, decay=decay, beta=beta, in_place=in_place)
+            torch.testing.assert_close((y, after), expected)
+            assert (after is s) == in_place
+            assert in_place or torch.equal(s, before)

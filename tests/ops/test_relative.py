@@ -1,3 +1,4 @@
+import itertools
 import math
 
 import pytest
@@ -14,13 +15,13 @@ def wave(d: int, width: int) -> list[float]:
     return [math.sin(a) for a in angles] + [math.cos(a) for a in angles]
 
 
-@pytest.mark.parametrize(("first", "last"), [(0, 0), (1, 0), (8, 0), (9, 0), (40, 0), (0, -6), (7, -9)])
-@pytest.mark.parametrize("clamp", [None, 0, 5])
-def test_sinusoids(first: int, last: int, clamp: int | None):
-    found = sinusoids(first, last, 6, clamp=clamp, dtype=torch.float64, device=torch.device("cpu"))
-    most = 10**9 if clamp is None else clamp
-    expected = [wave(max(-most, min(d, most)), 6) for d in range(first, last - 1, -1)]
-    torch.testing.assert_close(found, torch.tensor(expected, dtype=torch.float64), rtol=1e-12, atol=1e-12)
+def test_sinusoids():
+    for first, last in [(0, 0), (1, 0), (8, 0), (9, 0), (40, 0), (0, -6), (7, -9)]:
+        for clamp in [None, 0, 5]:
+            found = sinusoids(first, last, 6, clamp=clamp, dtype=torch.float64, device=torch.device("cpu"))
+            most = 10**9 if clamp is None else clamp
+            expected = [wave(max(-most, min(d, most)), 6) for d in range(first, last - 1, -1)]
+            torch.testing.assert_close(found, torch.tensor(expected, dtype=torch.float64), rtol=1e-12, atol=1e-12)
 
 
 def test_sinusoids_of_large_distances_are_exact_to_float32():
@@ -30,15 +31,15 @@ def test_sinusoids_of_large_distances_are_exact_to_float32():
     assert sinusoids(4, 0, 2, dtype=torch.bfloat16, device=torch.device("cpu")).dtype == torch.bfloat16
 
 
-@pytest.mark.parametrize(("n", "width"), [(1, 1), (1, 4), (3, 3), (3, 7), (4, 5)])
-def test_relative_shift(n: int, width: int):
-    scores = torch.rand(B, H, n, width)
-    shifted = relative_shift(scores)
-    assert shifted.shape == scores.shape
-    for i in range(n):
-        for j in range(width):
-            if n - 1 - i + j < width:
-                assert torch.equal(shifted[..., i, j], scores[..., i, n - 1 - i + j])
+def test_relative_shift():
+    for n, width in [(1, 1), (1, 4), (3, 3), (3, 7), (4, 5)]:
+        scores = torch.rand(B, H, n, width)
+        shifted = relative_shift(scores)
+        assert shifted.shape == scores.shape
+        for i in range(n):
+            for j in range(width):
+                if n - 1 - i + j < width:
+                    assert torch.equal(shifted[..., i, j], scores[..., i, n - 1 - i + j])
 
 
 def random(n: int, m: int, distances: int):
@@ -65,43 +66,39 @@ def by_hand(q, k, v, r, u, w, causal, window, there):
     return y
 
 
-@pytest.mark.parametrize("chunk_size", [1, 3, 100])
-@pytest.mark.parametrize("n", [1, 2, 7])
-@pytest.mark.parametrize("m", [0, 1, 5])
-@pytest.mark.parametrize("window", [None, 1, 4, 50])
-def test_causal_equals_one_query_after_the_other(n: int, m: int, window: int | None, chunk_size: int):
-    first = furthest(n, m, window, chunk_size)
-    assert first < m + n
-    given = random(n, m, first + 1)
-    there = torch.ones(B, m + n, dtype=torch.bool)
-    for hidden in {0, m // 2, m}:
-        there[0, :hidden] = False
-        y = relative_attention(*given, window=window, valid=there, chunk_size=chunk_size)
-        torch.testing.assert_close(y, by_hand(*given, True, window or 99, there))
-    y = relative_attention(*given, window=window, chunk_size=chunk_size)
-    torch.testing.assert_close(y, by_hand(*given, True, window or 99, torch.ones_like(there)))
+def test_causal_equals_one_query_after_the_other():
+    for chunk_size, n, m, window in itertools.product([1, 3, 100], [1, 2, 7], [0, 1, 5], [None, 1, 4, 50]):
+        first = furthest(n, m, window, chunk_size)
+        assert first < m + n
+        given = random(n, m, first + 1)
+        there = torch.ones(B, m + n, dtype=torch.bool)
+        for hidden in {0, m // 2, m}:
+            there[0, :hidden] = False
+            y = relative_attention(*given, window=window, valid=there, chunk_size=chunk_size)
+            torch.testing.assert_close(y, by_hand(*given, True, window or 99, there))
+        y = relative_attention(*given, window=window, chunk_size=chunk_size)
+        torch.testing.assert_close(y, by_hand(*given, True, window or 99, torch.ones_like(there)))
 
 
-@pytest.mark.parametrize("chunk_size", [1, 3, 100])
-def test_queries_that_each_have_a_first_key(chunk_size: int):
-    n, m = 6, 3
-    q, k, v, *others = random(n, m, m + n)
-    first = torch.tensor([[0, 0, 3, 3, 3, 6], [1, 4, 4, 4, 7, 8]])
-    y = relative_attention(q, k, v, *others, first=first, chunk_size=chunk_size)
-    for i in range(n):
-        end = m + i + 1
-        there = torch.arange(end) >= first[:, i : i + 1]
-        alone = by_hand(q[:, :, i : i + 1], k[:, :, :end], v[:, :, :end], *others, True, 99, there)
-        torch.testing.assert_close(y[:, :, i : i + 1], alone)
+def test_queries_that_each_have_a_first_key():
+    for chunk_size in [1, 3, 100]:
+        n, m = 6, 3
+        q, k, v, *others = random(n, m, m + n)
+        first = torch.tensor([[0, 0, 3, 3, 3, 6], [1, 4, 4, 4, 7, 8]])
+        y = relative_attention(q, k, v, *others, first=first, chunk_size=chunk_size)
+        for i in range(n):
+            end = m + i + 1
+            there = torch.arange(end) >= first[:, i : i + 1]
+            alone = by_hand(q[:, :, i : i + 1], k[:, :, :end], v[:, :, :end], *others, True, 99, there)
+            torch.testing.assert_close(y[:, :, i : i + 1], alone)
 
 
-@pytest.mark.parametrize("chunk_size", [1, 3, 100])
-@pytest.mark.parametrize("n", [1, 2, 7])
-def test_bidirectional_equals_one_query_after_the_other(n: int, chunk_size: int):
-    given = random(n, 0, 2 * n - 1)
-    there = torch.arange(n) < torch.tensor([[n], [n // 2 + 1]])
-    y = relative_attention(*given, causal=False, valid=there, chunk_size=chunk_size)
-    torch.testing.assert_close(y, by_hand(*given, False, 99, there))
+def test_bidirectional_equals_one_query_after_the_other():
+    for chunk_size, n in itertools.product([1, 3, 100], [1, 2, 7]):
+        given = random(n, 0, 2 * n - 1)
+        there = torch.arange(n) < torch.tensor([[n], [n // 2 + 1]])
+        y = relative_attention(*given, causal=False, valid=there, chunk_size=chunk_size)
+        torch.testing.assert_close(y, by_hand(*given, False, 99, there))
 
 
 def test_gradients():

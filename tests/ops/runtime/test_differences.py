@@ -12,10 +12,10 @@ INF = torch.tensor([1.0, torch.inf])
 ONE = torch.ones(2)
 
 
-@pytest.mark.parametrize("values", [[0.0, math.nan], [math.nan, 0.0], [math.inf], [0.0, -math.inf]])
-def test_the_largest_of_numbers_that_are_not_finite_is_refused(values):
-    with pytest.raises(ValueError, match=r"error of ours is (nan|-?inf), not a finite number"):
-        largest(iter(values), "error of ours")
+def test_the_largest_of_numbers_that_are_not_finite_is_refused():
+    for values in [[0.0, math.nan], [math.nan, 0.0], [math.inf], [0.0, -math.inf]]:
+        with pytest.raises(ValueError, match=r"error of ours is (nan|-?inf), not a finite number"):
+            largest(iter(values), "error of ours")
 
 
 def test_the_largest_of_nothing_is_refused():
@@ -24,30 +24,27 @@ def test_the_largest_of_nothing_is_refused():
     assert largest([-2, -1.5]) == -1.5
 
 
-@pytest.mark.parametrize("function", [largest_difference, largest_relative_difference])
-@pytest.mark.parametrize(
-    ("results", "expected"),
-    [
-        ([ONE, NAN], [ONE, ONE]),
-        ([NAN, ONE], [ONE, ONE]),
-        ([ONE, ONE], [ONE, NAN]),
-        ([NAN], [NAN]),
-        ([INF], [ONE]),
-        ([ONE], [INF]),
-        ([], []),
-        ([ONE, ONE[:0]], [ONE, ONE[:0]]),
-        ([ONE], [torch.ones(2, 2)]),
-    ],
-)
-def test_what_can_not_be_compared_is_refused(function, results, expected):
-    with pytest.raises(ValueError, match=r"not a finite number|nothing (to|was) compare"):
-        function(results, expected)
+def test_what_can_not_be_compared_is_refused():
+    for function in [largest_difference, largest_relative_difference]:
+        for results, expected in [
+            ([ONE, NAN], [ONE, ONE]),
+            ([NAN, ONE], [ONE, ONE]),
+            ([ONE, ONE], [ONE, NAN]),
+            ([NAN], [NAN]),
+            ([INF], [ONE]),
+            ([ONE], [INF]),
+            ([], []),
+            ([ONE, ONE[:0]], [ONE, ONE[:0]]),
+            ([ONE], [torch.ones(2, 2)]),
+        ]:
+            with pytest.raises(ValueError, match=r"not a finite number|nothing (to|was) compare"):
+                function(results, expected)
 
 
-@pytest.mark.parametrize("function", [largest_difference, largest_relative_difference])
-def test_as_many_results_as_expected(function):
-    with pytest.raises(ValueError, match="zip"):
-        function([ONE], [ONE, ONE])
+def test_as_many_results_as_expected():
+    for function in [largest_difference, largest_relative_difference]:
+        with pytest.raises(ValueError, match="zip"):
+            function([ONE], [ONE, ONE])
 
 
 def test_differences():

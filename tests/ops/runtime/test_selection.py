@@ -9,8 +9,7 @@ CPU, FULL = torch.device("cpu"), torch.float32
 ONES = [torch.ones(4) for _ in range(3)]
 
 
-@pytest.mark.parametrize("which", [0, 1, 2])
-@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+@pytest.mark.parametrize(("which", "bad"), [(0, torch.nan), (1, torch.inf), (2, torch.nan)])
 def test_kernels_whose_numbers_are_not_finite_fail(which, bad):
     """Whichever result it is: Python's `max` keeps the number that it sees first before a NaN."""
     results = [t.clone() for t in ONES]

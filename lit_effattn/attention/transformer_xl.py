@@ -87,9 +87,6 @@ class TransformerXLAttention(Attention):
     has_positions = True
     extra_parameters: tuple[str, ...] = ("r_proj", "u", "v")
 
-    stepwise = False
-    """Whether a position of a call sees what it would see if each call had one position, with any `same_length`."""
-
     def __init__(
         self,
         d_model: int,
@@ -169,7 +166,7 @@ class TransformerXLAttention(Attention):
         """Attend from the queries to their keys and the M earlier ones, of which the last `length` (B,) are valid."""
         n, m = q.size(2), k.size(2) - q.size(2)
         valid = None if m == 0 else torch.arange(m + n, device=q.device) >= m - length[:, None]  # (B, M + N)
-        window = self.mem_len if self.same_length else self.mem_len + 1 if self.stepwise else None
+        window = self.mem_len if self.same_length else None
         r = self._relative_keys(furthest(n, m, window, self.chunk_size), 0)
         return self._relative(q, k, v, r, valid, window)
 
@@ -274,7 +271,7 @@ class TransformerXLAttention(Attention):
     @property
     def depends_on_split(self) -> bool:
         """Whether a position of a longer call sees more keys than if each call had one position."""
-        return not (self.same_length or self.stepwise)
+        return not self.same_length
 
     def set_memory(self, mem_len: int, clamp_len: int | None = None, same_length: bool = False) -> None:
         """Change the memory, for example for evaluation. The options are those of the constructor.

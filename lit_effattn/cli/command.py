@@ -80,7 +80,7 @@ from lit_effattn.settings.run_names import ROOT, stated_root
 from lit_effattn.settings.saved import check_from_data, fixed_by_data, homes
 from lit_effattn.settings.sealed import Sealed, check_settings, parse_saved
 from lit_effattn.settings.texts import keep_texts
-from lit_effattn.settings.trainer import NGRAMS, Trainer
+from lit_effattn.settings.trainer import Trainer
 from lit_effattn.tasks import Task
 
 __all__ = ["CLI", "callbacks", "datamodules", "lit_effattn", "run"]
@@ -332,7 +332,7 @@ class CLI(LightningCLI):
     @staticmethod
     def subcommands() -> dict[str, set[str]]:
         """Return the commands, each with the parameters that are not options."""
-        return {**LightningCLI.subcommands(), "generate": {"model", "datamodule", "trust"}}
+        return {**LightningCLI.subcommands(), "generate": {"model", "datamodule"}}
 
     def _add_subcommands(self, parser: LightningArgumentParser, **kwargs: Any) -> None:
         """Build only the parser of the current command: each takes a third of a second."""
@@ -424,8 +424,8 @@ class CLI(LightningCLI):
 
     def _find_weights(self, config: Namespace) -> None:
         """Replace `last` and `best`, which later name other checkpoints, with paths."""
-        for name in {"fit": ("init_weights", "transfer_from"), "generate": ("draft",)}.get(self.arguments.command, ()):
-            if config[name] not in (None, NGRAMS) and not (name == "init_weights" and self.resolved.requeued):
+        for name in ("init_weights", "transfer_from") if self.arguments.command == "fit" else ():
+            if config[name] is not None and not (name == "init_weights" and self.resolved.requeued):
                 config[name] = short(find_checkpoint(config[name], stated_root(self.arguments), option=f"--{name}"))
 
     def _derive(self, config: Namespace) -> None:
@@ -677,7 +677,7 @@ class CLI(LightningCLI):
         if self.trainer.world_size > 1:
             raise ValueError(f"generate runs on one process, not {self.trainer.world_size}: give --trainer.devices 1")
         assert isinstance(self.trainer, Trainer)
-        print(printable(self.trainer.generate(**kwargs, trust=self.config[self.subcommand].trust or ())))
+        print(printable(self.trainer.generate(**kwargs)))
 
 
 class Configuration(pl.Callback):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import TYPE_CHECKING, NamedTuple, TypedDict
@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, NamedTuple, TypedDict
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from lit_effattn.checks import at_least
 from lit_effattn.generation.compiled import Steps, refusal
@@ -157,6 +158,8 @@ def generate(
     prompt: Tensor,
     n_tokens: int,
     *,
+    lengths: Tensor | None = None,
+    streams: Sequence[int] | None = None,
     sampling: Sampling = AS_TRAINED,
     state: State | None = None,
     kept: Kept | None = None,
@@ -185,6 +188,8 @@ def generate(
         head: Maps the backbone's output to a distribution.
         prompt: (B, P) tokens, P at least 1.
         n_tokens: Number of tokens to draw.
+        lengths: (B,), the number of tokens of each row of `prompt`, at least 1; padding follows. None: all.
+        streams: The numbers of the rows' random streams. None: 0 … B − 1.
         sampling: Options of sampling.
         state: The state before the prompt, such as a decoder's with a source; it is not changed. A state made with
             `max_len` is grown if it has too little room. None: no earlier positions.
@@ -212,17 +217,19 @@ def generate(
             given = "state was given too" if state is not None else f"prompt has {len(prompt)} rows"
             raise ValueError(f"kept has {len(kept.tokens)} rows, and {given}; give kept alone, with a prompt for each")
         prompt, state, earlier = torch.cat([kept.tokens, prompt], 1), kept.state, kept.drawn
+        lengths = None if lengths is None else lengths + kept.tokens.size(1)
     check_prompt(prompt)
     at_least(0 if keep is None else 1, n_tokens=n_tokens)
     on_cpu = _on_cpu(prompt.device)
     if sampling.compile and not on_cpu and BACKEND == "inductor":
         check_inductor("compile=True", prompt.device)
     rows = len(prompt)
-    streams = [_random_stream(sampling.seed, i, earlier + n_tokens)[earlier:] for i in range(rows)]
-    uniform = torch.stack(streams, 1).to(prompt.device)
+    numbers = range(rows) if streams is None else streams
+    uniform = torch.stack([_random_stream(sampling.seed, i, earlier + n_tokens)[earlier:] for i in numbers], 1)
+    uniform = uniform.to(prompt.device)
     drawn = torch.empty(rows, n_tokens, dtype=torch.long, device=prompt.device)
     model = _Model(backbone, embed, head, sampling.temperature, sampling.top_k, sampling.top_p)
-    steps = (_compiled_steps if sampling.compile else _steps)(model, prompt, uniform, state)
+    steps = (_compiled_steps if sampling.compile else _steps)(model, prompt, lengths, uniform, state)
     for step, (tokens, after) in zip(progress(range(n_tokens)), steps, strict=False):
         drawn[:, step] = tokens
         if on_tokens is not None:
@@ -230,6 +237,72 @@ def generate(
         if keep is not None and step == n_tokens - 1:
             keep(Kept(after, tokens[:, None].clone(), earlier + n_tokens))
     return drawn
+
+
+def generate_each(
+    backbone: SequenceModule,
+    embed: Callable[[Tensor], Tensor],
+    head: Head,
+    prompts: Sequence[Tensor],
+    n_tokens: int | Sequence[int],
+    *,
+    n: int = 1,
+    batch_size: int = 32,
+    sampling: Sampling = AS_TRAINED,
+    progress: Callable[[Iterable[int]], Iterable[int]] = iter,
+    **options: Unpack[SamplingOptions],
+) -> list[Tensor]:
+    """Continue each prompt by `n_tokens` tokens, in padded batches of at most `batch_size` samples.
+
+    Sample j of prompt i is drawn from the random stream of row i n + j. It is that row of `generate` for rows of that
+    prompt (up to rounding), and does not depend on the other prompts or on `batch_size`. A batch has samples of similar
+    numbers of tokens.
+
+    Args:
+        backbone: As in `generate`.
+        embed: As in `generate`.
+        head: As in `generate`.
+        prompts: (P,) tokens each, P at least 1.
+        n_tokens: Number of tokens to draw, or one for each prompt.
+        n: Number of samples of each prompt.
+        batch_size: Largest number of rows.
+        sampling: Options of sampling. With `compile`, the steps of all batches but a smaller one at the end are
+            compiled.
+        progress: Wraps the iterable of batches.
+        options: Fields of `Sampling` that replace those of `sampling`.
+
+    Returns:
+        For each prompt (n, n_tokens), the tokens drawn.
+
+    Raises:
+        ValueError: If the backbone is not causal, or an argument is out of range.
+    """
+    sampling = replace(sampling, **options)
+    limits = [n_tokens] * len(prompts) if isinstance(n_tokens, int) else [*n_tokens]
+    if len(limits) != len(prompts):
+        raise ValueError(f"n_tokens has {len(limits)} numbers for {len(prompts)} prompts; give one, or one for each")
+    at_least(1, n=n, batch_size=batch_size)
+    for prompt, limit in zip(prompts, limits, strict=True):
+        at_least(1, n_tokens=limit)
+        if prompt.dim() != 1 or len(prompt) == 0:
+            raise ValueError(f"a prompt has shape {tuple(prompt.shape)}; expected (length,) and at least one token")
+    samples = sorted(range(len(prompts) * n), key=lambda i: (limits[i // n], len(prompts[i // n])), reverse=True)
+    drawn: dict[int, Tensor] = {}
+    for begin in progress(range(0, len(samples), batch_size)):
+        batch = samples[begin : begin + batch_size]
+        of_batch = [prompts[i // n] for i in batch]
+        rows = generate(
+            backbone,
+            embed,
+            head,
+            pad_sequence(of_batch, batch_first=True),
+            limits[batch[0] // n],
+            lengths=torch.tensor([len(prompt) for prompt in of_batch], device=of_batch[0].device),
+            streams=batch,
+            sampling=replace(sampling, compile=sampling.compile and len(batch) == min(batch_size, len(samples))),
+        )
+        drawn |= {i: row[: limits[i // n]] for i, row in zip(batch, rows, strict=True)}
+    return [torch.stack([drawn[i * n + j] for j in range(n)]) for i in range(len(prompts))]
 
 
 def check_causal(backbone: SequenceModule) -> None:
@@ -251,14 +324,16 @@ class _Model(NamedTuple):
     top_p: float | None
 
 
-def _steps(model: _Model, prompt: Tensor, uniform: Tensor, state: State | None) -> Iterator[tuple[Tensor, State]]:
+def _steps(
+    model: _Model, prompt: Tensor, lengths: Tensor | None, uniform: Tensor, state: State | None
+) -> Iterator[tuple[Tensor, State]]:
     """Yield the tokens (B,) drawn at each of `uniform` (n_tokens, B), and the state after all before them."""
     state = first_state(model.backbone, state, len(prompt), prompt.size(1) + len(uniform))
     for u in uniform:
         with donated():
-            drawn, state = _step(model, prompt, u, state)
+            drawn, state = _step(model, prompt, u, state, lengths)
         yield drawn, state
-        prompt = drawn[:, None]
+        prompt, lengths = drawn[:, None], None
 
 
 def first_state(backbone: SequenceModule, state: State | None, rows: int, more: int) -> State:
@@ -280,10 +355,13 @@ def first_state(backbone: SequenceModule, state: State | None, rows: int, more: 
     return reorder(state, torch.arange(next(tensors(state)).size(0)))
 
 
-def _step(model: _Model, tokens: Tensor, uniform: Tensor, state: State) -> tuple[Tensor, State]:
-    """Read `tokens` (B, N) and draw the next (B,)."""
-    y, state = model.backbone(model.embed(tokens), state)
-    return _drawn(model, model.head.log_probs(y[:, -1]), uniform), state
+def _step(
+    model: _Model, tokens: Tensor, uniform: Tensor, state: State, lengths: Tensor | None = None
+) -> tuple[Tensor, State]:
+    """Read `tokens` (B, N), the first `lengths` of each row, and draw the next (B,)."""
+    y, state = model.backbone(model.embed(tokens), state, lengths)
+    last = y[:, -1] if lengths is None else y[torch.arange(len(y), device=y.device), lengths - 1]
+    return _drawn(model, model.head.log_probs(last), uniform), state
 
 
 def _drawn(model: _Model, log_probs: Tensor, uniform: Tensor) -> Tensor:
@@ -303,13 +381,14 @@ _MOST_PROGRAMS = 128
 
 
 def _compiled_steps(
-    model: _Model, prompt: Tensor, uniform: Tensor, state: State | None
+    model: _Model, prompt: Tensor, lengths: Tensor | None, uniform: Tensor, state: State | None
 ) -> Iterator[tuple[Tensor, State]]:
     """Yield what `_steps` does. A step's inputs and outputs stay at the same address while the state has room.
 
     Args:
         model: See `_steps`.
         prompt: See `_steps`.
+        lengths: See `_steps`.
         uniform: See `_steps`.
         state: See `_steps`.
     """
@@ -329,7 +408,7 @@ def _compiled_steps(
         state = first_state(model.backbone, state, rows, room_of(position + n) - position)
         shapes = [t.shape for t in tensors(state)]
         with donated():
-            drawn, state = _step(model, prompt, uniform[0], state)
+            drawn, state = _step(model, prompt, uniform[0], state, lengths)
         yield drawn, state
         position, prompt, uniform = position + n, drawn[:, None], uniform[1:]
         if [t.shape for t in tensors(state)] != shapes:

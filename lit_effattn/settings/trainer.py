@@ -16,9 +16,6 @@ from lit_effattn.datamodules.common.bars import progress_bar
 from lit_effattn.generation.beam import LENGTH_PENALTY, LengthNorm, check_beam
 from lit_effattn.generation.sampling import Sampling
 
-NGRAMS = "ngrams"
-"""The draft of `generate` that is not a checkpoint."""
-
 
 class Trainer(pl.Trainer):
     """See `lightning.pytorch.Trainer`."""
@@ -52,13 +49,10 @@ class Trainer(pl.Trainer):
         length_norm: LengthNorm | None = None,
         state: str | None = None,
         save_state: str | None = None,
-        draft: str | None = None,
-        n_draft: int | None = None,
         prompts_file: str | None = None,
         batch_size: int | None = None,
         source: str | None = None,
         output: str | None = None,
-        trust: Sequence[str] = (),
     ) -> str:
         """Draw samples from a trained model, or write a target for a source. Its configuration is in the checkpoint.
 
@@ -99,16 +93,11 @@ class Trainer(pl.Trainer):
                 that the file holds, which is not encoded again.
             save_state: A file to write, from which a later call goes on. Images need `n_tokens`. Targets: it holds the
                 encoded source.
-            draft: Text: let a faster draft propose tokens, which the model verifies several at a time: `ngrams` of the
-                text so far, or the checkpoint of a smaller model with the same tokenizer. The distribution of the text
-                stays the same, and its tokens with temperature 0; with others, a seed draws another text.
-            n_draft: Text: tokens that the draft proposes at a time. Default: 4.
             prompts_file: Text: a file of prompts, one a line. If its name ends in .jsonl, a line is a JSON string, or
                 an object with prompt and n_tokens. The samples, `n` of each, are written to samples.jsonl.
             batch_size: Text: samples of `prompts_file` that are drawn at once. Default: 32.
             source: The text to write a target for.
             output: Folder to write to, which must not exist or be empty. Default: a new one in the run's `generated`.
-            trust: Further classes that the checkpoint of the draft may name.
 
         Returns:
             Messages, one per line.
@@ -118,8 +107,7 @@ class Trainer(pl.Trainer):
         how = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "seed": seed, "compile": compile}
         drawing: dict[str, Any] = {name: value for name, value in how.items() if value is not None}
         sampling = Sampling(**drawing)
-        proposing: dict[str, Any] = {} if draft is None else {"draft": draft}
-        not_searching = {name: value for name, value in drawing.items() if name != "compile"} | proposing
+        not_searching = {name: value for name, value in drawing.items() if name != "compile"}
         if not callable(getattr(model, "write_samples", None)):
             name = type(model).__name__
             raise ValueError(f"{name} draws no samples; use lit-effattn predict, which writes its output for each item")
@@ -133,7 +121,6 @@ class Trainer(pl.Trainer):
             **{"complete": complete, "prompt": prompt, "prompt_file": prompt_file, "n_tokens": n_tokens},
             **{"beam": beam, "length_penalty": length_penalty, "length_norm": length_norm},
             **{"source": source, "state": state, "save_state": save_state},
-            **{"draft": draft, "n_draft": n_draft},
             **{"prompts_file": prompts_file, "batch_size": batch_size},
         }
         given = {name: value for name, value in options.items() if value is not None}
@@ -145,8 +132,6 @@ class Trainer(pl.Trainer):
             raise ValueError(
                 f"--source is missing: {type(model).__name__} needs it to generate, or --state of a source"
             )
-        if draft not in (None, NGRAMS):
-            given["draft"] = type(task).load_from_checkpoint(draft, map_location="cpu", trust=trust)
         if ckpt_path is not None:
             checkpoint = self.strategy.checkpoint_io.load_checkpoint(ckpt_path, weights_only=True)
             task.on_load_checkpoint(checkpoint)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -21,12 +21,8 @@ from lit_effattn.checks import probabilities
 from lit_effattn.datamodules.common.files import regular
 from lit_effattn.datamodules.common.tokens import IGNORE, Response, TokenBatch
 from lit_effattn.datamodules.text.tokenizers import NumberTokenizer, Tokenizer
-from lit_effattn.generation.batching import generate_each
 from lit_effattn.generation.beam import LENGTH_PENALTY, Hypotheses, LengthNorm, beam_search
-from lit_effattn.generation.drafts import Draft, DraftModel, NGrams
-from lit_effattn.generation.prefixes import PrefixCache
-from lit_effattn.generation.sampling import AS_TRAINED, Kept, Sampling, SamplingOptions, generate
-from lit_effattn.generation.speculative import N_DRAFT, Speculated, speculate
+from lit_effattn.generation.sampling import AS_TRAINED, Kept, Sampling, SamplingOptions, generate, generate_each
 from lit_effattn.nn.evaluating import evaluating
 from lit_effattn.nn.heads import CategoricalHead, HeadFactory
 from lit_effattn.nn.sliding import SlidingWindow
@@ -434,57 +430,6 @@ class LanguageModel(Task):
                 **options,
             )
 
-    def speculate(
-        self,
-        prompt: Tensor,
-        n_tokens: int,
-        draft: LanguageModel | Draft,
-        *,
-        n_draft: int = N_DRAFT,
-        sampling: Sampling = AS_TRAINED,
-        progress: Callable[[Iterable[int]], Iterable[int]] = iter,
-        on_tokens: Callable[[Tensor], None] | None = None,
-        **options: Unpack[SamplingOptions],
-    ) -> Speculated:
-        """Continue each row of `prompt` (B, P) by `n_tokens` tokens: see `speculative.speculate`.
-
-        Args:
-            prompt: The tokens so far.
-            n_tokens: Number of tokens to draw.
-            draft: A smaller model of the same tokens, or the n-grams of the text (`NGrams`).
-            n_draft: Number of tokens that the draft proposes at a time.
-            sampling: Options of sampling.
-            progress: Wraps the iterable of steps.
-            on_tokens: Called with each step's tokens.
-            options: Fields of `Sampling`.
-
-        Raises:
-            ValueError: If the draft has other tokens, or an option is out of range.
-        """
-        self._check_tokens(prompt)
-        with self._in_evaluation(), draft._in_evaluation() if isinstance(draft, LanguageModel) else nullcontext():
-            return speculate(
-                self.backbone,
-                self._embed,
-                self.head,
-                prompt.to(self.device),
-                n_tokens,
-                self._drafting(draft) if isinstance(draft, LanguageModel) else draft,
-                n_draft=n_draft,
-                sampling=sampling,
-                progress=progress,
-                on_tokens=on_tokens,
-                **options,
-            )
-
-    def _drafting(self, draft: LanguageModel) -> DraftModel:
-        if (draft.vocab_size, draft.tokenizer) != (self.vocab_size, self.tokenizer):
-            raise ValueError(
-                f"the draft's vocabulary ({_described(draft.vocab_size, draft.tokenizer)}) is not this model's "
-                f"({_described(self.vocab_size, self.tokenizer)}); give a draft with the same tokenizer"
-            )
-        return DraftModel(draft.backbone, draft._embed, draft.head)
-
     @torch.no_grad()
     def sample_each(
         self,
@@ -493,16 +438,15 @@ class LanguageModel(Task):
         *,
         n: int = 1,
         batch_size: int = 32,
-        cache: PrefixCache | None = None,
         sampling: Sampling = AS_TRAINED,
         progress: Callable[[Iterable[int]], Iterable[int]] = iter,
         **options: Unpack[SamplingOptions],
     ) -> list[Tensor]:
-        """Continue each of `prompts` (P,) by `n_tokens` tokens, (n, n_tokens): see `batching.generate_each`."""
+        """Continue each of `prompts` (P,) by `n_tokens` tokens, (n, n_tokens): see `generation.generate_each`."""
         for prompt in prompts:
             self._check_tokens(prompt)
         model = (self.backbone, self._embed, self.head, [prompt.to(self.device) for prompt in prompts], n_tokens)
-        how: Any = {"n": n, "batch_size": batch_size, "cache": cache, "sampling": sampling, "progress": progress}
+        how: Any = {"n": n, "batch_size": batch_size, "sampling": sampling, "progress": progress}
         with self._in_evaluation():
             return generate_each(*model, **how, **options)
 
@@ -564,8 +508,6 @@ class LanguageModel(Task):
         length_norm: LengthNorm = "gnmt",
         state: str | None = None,
         save_state: str | None = None,
-        draft: LanguageModel | Literal["ngrams"] | None = None,
-        n_draft: int | None = None,
         prompts_file: str | None = None,
         batch_size: int | None = None,
     ) -> str:
@@ -588,8 +530,6 @@ class LanguageModel(Task):
             length_norm: See `beam.beam_search`.
             state: Go on from this file: the texts continue those that `save_state` ended. `prompt` comes between.
             save_state: A file to write, from which a later call goes on.
-            draft: See `speculate`.
-            n_draft: See `speculate`.
             prompts_file: A file of prompts: see `prompt_files.read_prompts`. The samples are written as JSON lines.
             batch_size: Number of samples that are drawn at once from `prompts_file`. Default: 32.
 
@@ -599,13 +539,9 @@ class LanguageModel(Task):
         """
         if n_tokens < 1:
             raise ValueError(f"--n_tokens {n_tokens} must be at least 1")
-        if n_draft is not None and draft is None:
-            raise ValueError(f"--n_draft {n_draft} needs a draft; give --draft, too")
-        if draft is not None and (given := [f"--{o}" for o, f in (("state", state), ("save_state", save_state)) if f]):
-            raise ValueError(f"{given[0]} and --draft were both given; leave one out")
         if prompts_file is not None:
             single = {"prompt": prompt, "prompt_file": prompt_file, "beam": beam, "state": state}
-            for name, value in {**single, "save_state": save_state, "draft": draft}.items():
+            for name, value in {**single, "save_state": save_state}.items():
                 if value is not None:
                     raise ValueError(f"--prompts_file and --{name} were both given; give only one")
             how: Any = {"n": n or 1, "sampling": sampling, "progress": progress}
@@ -625,18 +561,12 @@ class LanguageModel(Task):
         shown = Decoded(tokenizer, begin) if n in (None, 1) and beam is None else None
         if shown is not None:
             progress = iter
-        if draft is not None or beam is None:
-            rows = tokens.expand(n or 1, -1)
+        if beam is None:
+            keep = None
+            if save_state is not None:
+                keep = partial(save_state_file, path=Path(save_state), model=self, backbone=self.backbone)
             how = {"sampling": sampling, "progress": progress, "on_tokens": shown}
-            if draft is not None:
-                proposes = draft.to(self.device) if isinstance(draft, LanguageModel) else NGrams()
-                n_draft = N_DRAFT if n_draft is None else n_draft
-                drawn = self.speculate(rows, n_tokens, proposes, n_draft=n_draft, **how).tokens
-            else:
-                keep = None
-                if save_state is not None:
-                    keep = partial(save_state_file, path=Path(save_state), model=self, backbone=self.backbone)
-                drawn = self.sample(rows, n_tokens, kept=kept, keep=keep, **how)
+            drawn = self.sample(tokens.expand(n or 1, -1), n_tokens, kept=kept, keep=keep, **how)
             numbered = [f"--- {i}\n{begin}{tokenizer.decode(row.numpy())}" for i, row in enumerate(drawn.cpu())]
         else:
             hypotheses = self.beam_search(

@@ -198,43 +198,6 @@ def test_a_text_goes_on_from_a_saved_state(run: Path, capsys: pytest.CaptureFixt
         assert words in fails(capsys, "generate", "--ckpt_path", "last", *args)
 
 
-def test_a_draft_changes_no_likeliest_token(run: Path, capsys: pytest.CaptureFixture[str]):
-    """Of the model's memory, which is shorter than the text."""
-    smaller = fit("--model.backbone.n_layers", "1", "--model.backbone.attention.mem_len", "3")
-    generate = ["generate", "--ckpt_path", str(run), "--prompt", "1 birds sit on 1 w", "--n_tokens", "30"]
-    drawn = []
-    for flags in ([], ["--draft", "ngrams"], ["--draft", str(smaller), "--n_draft", "2"]):
-        main([*generate, "--temperature", "0", *flags])
-        drawn += samples(run)
-    assert len(drawn) == 3
-    assert len(set(drawn)) == 1
-    main([*generate, "--draft", str(smaller), "--n", "2"])
-    assert len(set(samples(run))) == 2
-    capsys.readouterr()
-    main([*generate, "--draft", str(smaller)])
-    assert samples(run)[0] in capsys.readouterr().out  # as it was drawn
-    other = fit(*CHARACTERS)
-    for args, words in (
-        (["--draft", str(other)], "give a draft with the same tokenizer"),
-        (["--draft", "absent.ckpt"], "--draft absent.ckpt: there is no such file"),
-        (["--draft", "model:digits"], "PixelModel"),
-        (["--draft", "ngrams", "--compile", "true"], "compile=True does not support a draft"),
-        (["--draft", "ngrams", "--beam", "2"], "--beam 2 and --draft ngrams were both given"),
-        (["--draft", "ngrams", "--save_state", "s.state"], "--save_state and --draft were both given"),
-        (["--draft", "ngrams", "--n_draft", "0"], "n_draft=0 must be at least 1"),
-        (["--n_draft", "3"], "--n_draft 3 needs a draft; give --draft, too"),
-    ):
-        capsys.readouterr()
-        with pytest.raises(SystemExit):
-            main([*generate, *args])
-        streams = capsys.readouterr()
-        assert words in streams.err
-        assert "birds" not in streams.out  # the prompt, which would stand before the message
-    assert "PixelModel has no such option" in fails(
-        capsys, "generate", "--ckpt_path", "model:digits", "--draft", "ngrams"
-    )
-
-
 def test_a_file_of_prompts_gets_what_each_prompt_gets(run: Path, capsys: pytest.CaptureFixture[str]):
     prompts = {"3 birds sit": 12, "3 b": 7, "3 birds\nfly": 12}
     lines = ['"3 birds sit"', '{"prompt": "3 b", "n_tokens": 7}', '"3 birds\\nfly"']

@@ -19,12 +19,10 @@ from lit_effattn.attention import (
     SoftmaxAttention,
     SoftmaxCrossAttention,
 )
-from lit_effattn.generation import packages
+from lit_effattn.generation import compiled as compiling
 from lit_effattn.generation import sampling as generation
 from lit_effattn.generation.beam import beam_search
-from lit_effattn.generation.drafts import NGrams
-from lit_effattn.generation.sampling import Sampling, draw, generate
-from lit_effattn.generation.speculative import speculate
+from lit_effattn.generation.sampling import Sampling, draw, generate, generate_each
 from lit_effattn.nn.heads import CategoricalHead, Head
 from lit_effattn.sequence import SequenceModule
 from tests.laws.cases import CAUSAL, Case
@@ -348,11 +346,11 @@ def test_a_state_that_grows_is_not_compiled(monkeypatch: pytest.MonkeyPatch):
 def uncompiled(monkeypatch: pytest.MonkeyPatch, least_room: int) -> None:
     """Take the steps as they are, in states that begin with little room and double it."""
 
-    def program(step, tokens, state, *, may_compile=True):
-        return packages.Program(torch.no_grad()(step), [[None] * t.dim() for t in state])
+    def program(step, tokens, state):
+        return compiling.Program(torch.no_grad()(step), [[None] * t.dim() for t in state])
 
-    monkeypatch.setattr(packages, "program", program)
-    monkeypatch.setattr("lit_effattn.generation.compiled.check_inductor", lambda asked, device: None)
+    monkeypatch.setattr(compiling, "program", program)
+    monkeypatch.setattr(compiling, "check_inductor", lambda asked, device: None)
     monkeypatch.setattr(generation, "LEAST_ROOM", least_room)
     monkeypatch.setattr(generation, "room_for", lambda n, total, few: max(least_room, 2 ** math.ceil(math.log2(n))))
 
@@ -576,7 +574,6 @@ def test_log_probabilities_that_are_nan_are_refused(temperature: float):
         made[1].weight[0, 0] = math.nan
     for draws in (
         lambda: generate(*made, prompt, 3, temperature=temperature),
-        lambda: speculate(*made, prompt, 3, NGrams(), temperature=temperature),
         lambda: beam_search(*made, prompt, 3, beam=2),
     ):
         with pytest.raises(ValueError, match="log-probabilities are NaN: its weights or its inputs are not finite"):
@@ -594,7 +591,6 @@ def test_a_prompt_has_rows_and_tokens(shape: tuple[int, ...]):
     made, prompt = parts(), torch.zeros(shape, dtype=torch.long)
     for draws in (
         lambda: generate(*made, prompt, 3),
-        lambda: speculate(*made, prompt, 3, NGrams()),
         lambda: beam_search(*made, prompt, 3, beam=2),
     ):
         with pytest.raises(ValueError, match=re.escape(f"prompt has shape {shape}; expected (batch, length)")):
@@ -603,32 +599,9 @@ def test_a_prompt_has_rows_and_tokens(shape: tuple[int, ...]):
 
 def test_a_number_of_tokens_is_not_negative():
     made, prompt = parts(), torch.zeros(1, 1, dtype=torch.long)
-    assert generate(*made, prompt, 0).shape == speculate(*made, prompt, 0, NGrams()).tokens.shape == (1, 0)
-    for draws in (lambda: generate(*made, prompt, -1), lambda: speculate(*made, prompt, -1, NGrams())):
-        with pytest.raises(ValueError, match="n_tokens=-1 must be at least 0"):
-            draws()
-
-
-def test_a_state_without_length_goes_on_in_long_calls(monkeypatch: pytest.MonkeyPatch):
-    """From LEAST_STEPS tokens on, where the steps may be compiled."""
-
-    class Sum(SequenceModule):
-        d_input = d_model = 4
-        causal = True
-
-        def forward(self, x, state=None, lengths=None):
-            total = x.cumsum(1) if state is None else x.cumsum(1) + state[:, None]
-            return total, total[:, -1].clone()
-
-        def initial_state(self, batch_size, **_):
-            return torch.zeros(batch_size, 4)
-
-    torch.manual_seed(0)
-    made = Sum(), nn.Embedding(7, 4), CategoricalHead(4, 7)
-    prompt, state = torch.zeros(2, 1, dtype=torch.long), torch.ones(2, 4)
-    expected = generate(*made, prompt, 9, state=state, compile=False)
-    monkeypatch.setattr(generation, "LEAST_STEPS", 9)
-    assert torch.equal(generate(*made, prompt, 9, state=state), expected)
+    assert generate(*made, prompt, 0).shape == (1, 0)
+    with pytest.raises(ValueError, match="n_tokens=-1 must be at least 0"):
+        generate(*made, prompt, -1)
 
 
 def test_one_value_is_the_same_as_its_fields_as_keywords():
@@ -652,3 +625,84 @@ def test_another_seed_is_not_compiled_again(monkeypatch: pytest.MonkeyPatch):
     assert compiled
     generate(*made, prompt, 3, sampling=Sampling(seed=2, compile=True))
     assert counted["unique_graphs"] == compiled
+
+
+# ------------------------------------------------------------------------------------------------------- many prompts
+
+PROMPTS = [torch.arange(n) * (i + 3) % 7 for i, n in enumerate((1, 9, 3, 1, 6))]
+LIMITS = [4, 1, 6, 3, 6]
+
+
+def each_alone(made: tuple, n: int, **options: Any) -> list[torch.Tensor]:
+    """Sample j of prompt i is row i n + j of as many rows of that prompt."""
+    return [
+        generate(*made, prompt.expand((i + 1) * n, -1), limit, **options)[i * n :]
+        for i, (prompt, limit) in enumerate(zip(PROMPTS, LIMITS, strict=True))
+    ]
+
+
+@pytest.mark.parametrize("case", of_kinds(CAUSAL))
+def test_prompts_of_a_batch_get_what_each_gets_alone(case: Case):
+    made = around(case.build())
+    expected = each_alone(made, 2, seed=1)
+    for batch_size in (3, 32):
+        drawn = generate_each(*made, PROMPTS, LIMITS, n=2, batch_size=batch_size, seed=1)
+        assert all(map(torch.equal, drawn, expected))
+    assert len({tuple(t[0, :1].tolist()) for t in drawn}) > 1
+
+
+def test_batches_are_small_and_of_similar_samples():
+    backbone, embed, head = parts(vocabulary=7)
+    shapes: list[tuple[int, int]] = []
+    calls: list[int] = []
+
+    def embedded(tokens: torch.Tensor) -> torch.Tensor:
+        shapes.append(tuple(tokens.shape))
+        return embed(tokens)
+
+    generate_each(backbone, embedded, head, PROMPTS, LIMITS, batch_size=2, progress=lambda of: calls.extend(of) or of)
+    assert shapes == [(2, 6), *[(2, 1)] * 5, (2, 1), *[(2, 1)] * 3, (1, 9)]
+    assert len(calls) == 3
+
+
+def test_a_smaller_batch_at_the_end_is_not_compiled(monkeypatch: pytest.MonkeyPatch):
+    made, compiled = parts(vocabulary=7), []
+    whole = generation.generate
+
+    def generate(*args: Any, sampling: Sampling, **options: Any) -> torch.Tensor:
+        compiled.append((len(args[3]), sampling.compile))
+        return whole(*args, sampling=sampling, compile=False, **options)
+
+    monkeypatch.setattr(generation, "generate", generate)
+    for batch_size in (3, 32):
+        generate_each(*made, PROMPTS, 4, batch_size=batch_size, compile=True)
+    assert compiled == [(3, True), (2, False), (5, True)]
+
+
+@pytest.mark.parametrize("name", BACKBONES)
+@pytest.mark.parametrize("compiled", [False, True])
+def test_padded_prompts_follow_what_was_drawn(name: str, compiled: bool, monkeypatch: pytest.MonkeyPatch):
+    uncompiled(monkeypatch, 4)
+    made, kept = parts(name), []
+    rows, lengths = torch.tensor([[1, 2, 3], [4, 0, 0]]), torch.tensor([3, 1])
+    generate(*made, rows, 4, lengths=lengths, keep=kept.append, compile=compiled)
+    drawn = generate(*made, rows, 5, lengths=lengths, kept=kept[0], compile=compiled)
+    for i, n in enumerate(lengths):
+        own: list = []
+        options: dict[str, Any] = {"streams": [i], "compile": False}
+        generate(*made, rows[i : i + 1, :n], 4, keep=own.append, **options)
+        assert torch.equal(generate(*made, rows[i : i + 1, :n], 5, kept=own[0], **options)[0], drawn[i])
+
+
+def test_many_prompts_that_do_not_fit_are_refused():
+    made, given = parts(), [torch.tensor([1, 2])]
+    for prompts, n_tokens, options, message in (
+        (given, 3, {"batch_size": 0}, "batch_size=0"),
+        (given, 3, {"n": 0}, "n=0"),
+        (given, [1, 2], {}, "n_tokens has 2 numbers for 1 prompts"),
+        (given, 0, {}, "n_tokens=0"),
+        ([given[0][:0]], 1, {}, r"a prompt has shape \(0,\)"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            generate_each(*made, prompts, n_tokens, **options)
+    assert generate_each(*made, [], 5) == []

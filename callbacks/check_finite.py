@@ -13,7 +13,9 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from lit_effattn.callbacks.checkpoints import LastCheckpoint
 from lit_effattn.callbacks.lightning_internals import is_accumulating, logs_this_step
+from lit_effattn.checkpoints.runs import is_checkpoint
 from lit_effattn.checks import at_least
 
 PATIENCE_WITH_SCALER = 20
@@ -31,8 +33,9 @@ class CheckFinite(pl.Callback):
 
     Every step is checked on its device. All processes read the result together, at the steps that `log_every_n_steps`
     divides and before every checkpoint, so that the other steps don't wait for the device. A checkpoint with a
-    parameter that is not finite is never written: `last.ckpt` is then of an earlier step, and can be resumed. Buffers
-    may be infinite.
+    parameter or an optimiser's state that is not finite is never written: `last.ckpt` is then of an earlier step, and
+    can be resumed. Buffers may be infinite. The square of a finite gradient above 1.8e19, which optimisers keep, is
+    infinite in float32.
 
     With float16 the loss scaler skips such steps itself; training stops after 20 in a row.
 
@@ -129,7 +132,11 @@ class CheckFinite(pl.Callback):
     def on_save_checkpoint(self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: Any) -> None:
         """Stop before weights that are not finite are saved."""
         if trainer.state.fn == TrainerFn.FITTING and not trainer.sanity_checking:
-            finite = _all_finite([p for p in pl_module.parameters() if p.is_floating_point()], self._failed.device)
+            states = (of_one for optimizer in trainer.optimizers for of_one in optimizer.state.values())
+            kept = [v for state in states for v in state.values() if isinstance(v, Tensor) and v.is_floating_point()]
+            device = self._failed.device
+            finite = _all_finite([p for p in pl_module.parameters() if p.is_floating_point()], device)
+            finite &= _all_finite(kept, device, torch.float64)  # sums of squares may be too large for float32
             self._stop(torch.where(finite, self._failed, self._failed.clamp(max=trainer.global_step)), trainer)
 
     def _stop(self, failed: Tensor, trainer: pl.Trainer) -> None:
@@ -141,15 +148,17 @@ class CheckFinite(pl.Callback):
         if step == _NEVER:
             self._steps.clear()
             return
+        paths = [c.path(trainer) for c in trainer.checkpoint_callbacks if isinstance(c, LastCheckpoint)]
+        saved = "last.ckpt is of an earlier step and finite" if any(map(is_checkpoint, paths)) else "nothing was saved"
         raise NotFiniteError(
-            f"the loss, a gradient or a weight is infinite or NaN at {dict(self._steps).get(step, self._where)}. The "
-            "checkpoints are of earlier steps and finite. Lower the learning rate (--model.optimizer.lr) or clip "
-            "gradients (--trainer.gradient_clip_val 1), with --init_weights to start from a checkpoint; or skip more "
-            f"than {self.skip} such steps in a row with --trainer.callbacks+=CheckFinite --trainer.callbacks.skip"
+            "the loss, a gradient, a weight or the optimiser's state is infinite or NaN at "
+            f"{dict(self._steps).get(step, self._where)}; {saved}. Lower the learning rate (--model.optimizer.lr) or "
+            "clip gradients (--trainer.gradient_clip_val 1), with --init_weights to start from a checkpoint; or skip "
+            f"more than {self.skip} such steps in a row with --trainer.callbacks+=CheckFinite --trainer.callbacks.skip"
         )
 
 
-def _all_finite(tensors: list[Any], device: torch.device) -> Tensor:
+def _all_finite(tensors: list[Any], device: torch.device, least: torch.dtype = torch.float32) -> Tensor:
     """Return whether all values are finite, (), on `device`, without waiting for it; of DTensors, the local values."""
     tensors = [t.to_local() if isinstance(t, DTensor) else t for t in tensors]
     tensors = [t for t in tensors if t.numel()]
@@ -159,6 +168,6 @@ def _all_finite(tensors: list[Any], device: torch.device) -> Tensor:
     if tensors[0].is_cuda:
         values = torch._foreach_norm(tensors, float("inf"))  # a few kernels for all
     else:  # sums are ten times as fast on a CPU; sums of squares would overflow earlier
-        values = [t.detach().sum(dtype=torch.promote_types(t.dtype, torch.float32)) for t in tensors]
+        values = [t.detach().sum(dtype=torch.promote_types(t.dtype, least)) for t in tensors]
     widest = torch.float64 if any(value.dtype == torch.float64 for value in values) else torch.float32
     return torch.stack([value.detach().to(device, widest) for value in values]).isfinite().all()

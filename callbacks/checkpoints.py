@@ -40,6 +40,8 @@ class LastCheckpoint(Checkpoint):
     `max_time`, stops the run while gradients are accumulated, the run continues to the end of that optimiser step. A
     crash keeps the previous checkpoint, since the current state may be the cause of the crash.
 
+    If the task has a `monitor` and there is a validation, it also adds callbacks that save the best checkpoints.
+
     With `keep` it also saves `step_00001000.ckpt` and so on, and deletes all but the last `keep` of them. These are
     saved at fixed steps, or at the ends of whole epochs, never because a run is stopped: a resumed run ends with the
     same ones as an uninterrupted run. Each is written before the `last.ckpt` of its step.
@@ -89,12 +91,16 @@ class LastCheckpoint(Checkpoint):
         return Path(trainer.default_root_dir) / "checkpoints" / LAST
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        """Set up asynchronous writing.
+        """Add the callbacks that save the best checkpoints, and set up asynchronous writing.
 
         Raises:
-            ValueError: If the way the run saves checkpoints does not support it.
+            ValueError: If the way the run saves checkpoints does not support it, or `save_top_k` is more than 1 and
+                there is no validation.
         """
-        if not self.asynchronous or stage != "fit":
+        if stage != "fit":
+            return
+        self._keep_best(trainer, getattr(pl_module, "monitor", None))
+        if not self.asynchronous:
             return
         if isinstance(trainer.strategy, ShardedStrategy) and trainer.strategy.saves_parts:
             raise ValueError(
@@ -106,6 +112,25 @@ class LastCheckpoint(Checkpoint):
                 "asynchronous=True needs Trainer(plugins=[lit_effattn.checkpoints.io.AtomicCheckpointIO()])"
             )
         trainer.strategy.checkpoint_io.asynchronous = True
+
+    def _keep_best(self, trainer: pl.Trainer, monitor: str | None) -> None:
+        validates = monitor is not None and trainer.limit_val_batches != 0
+        if not validates and self.save_top_k > 1:
+            raise ValueError(
+                f"save_top_k={self.save_top_k} needs a validation, and a task with a monitor; leave out "
+                "limit_val_batches=0, or keep the last ones with keep"
+            )
+        if not validates or getattr(trainer, "fast_dev_run", False):
+            return
+        folder, known = self.path(trainer).parent, {c.state_key for c in trainer.checkpoint_callbacks}
+        best = BestCheckpoint(folder, "best", monitor)
+        if best.state_key in known:  # the user's own, of the same metric
+            best = BestCheckpoint(folder, "best", monitor, key="BestCheckpoint")
+        added = [best]
+        if self.save_top_k > 1:
+            added.append(BestCheckpoint(folder, "top_{step:08d}", monitor, self.save_top_k, key="TopCheckpoints"))
+        if not any(isinstance(c, BestCheckpoint) and c.dirpath == best.dirpath for c in trainer.checkpoint_callbacks):
+            trainer.callbacks += added  # type: ignore[attr-defined]  # which this hook then reaches, too
 
     def finish(self, trainer: pl.Trainer) -> None:
         """Wait until the checkpoints are written."""

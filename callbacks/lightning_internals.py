@@ -17,6 +17,17 @@ def epoch_is_whole(trainer: pl.Trainer) -> bool:
     return trainer.fit_loop.epoch_loop._num_ready_batches_reached()
 
 
+def has_last_batch(trainer: pl.Trainer) -> bool:
+    """Return whether the current batch is the last that the training loader has for this epoch."""
+    return trainer.fit_loop.epoch_loop.batch_progress.is_last_batch
+
+
+def is_within_epoch(trainer: pl.Trainer) -> bool:
+    """Return whether training resumes within an epoch."""
+    epoch_loop = trainer.fit_loop.epoch_loop
+    return epoch_loop.restarting and epoch_loop.batch_progress.current.ready > 0
+
+
 def logs_this_step(trainer: pl.Trainer) -> bool:
     """Return whether metrics are logged after this training step (`log_every_n_steps`)."""
     return trainer._logger_connector.should_update_logs

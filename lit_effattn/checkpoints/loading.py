@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 
 import lightning.pytorch as pl
 import torch
+from lightning.pytorch.callbacks import WeightAveraging
 from torch import Tensor, nn
 
 from lit_effattn.checkpoints.allowlist import Trust
@@ -106,3 +107,24 @@ def check_same_model(model: nn.Module, checkpoint: Mapping[str, Any]) -> None:
     raise OtherModelError(
         f"the checkpoint holds another model than this {type(model).__name__}: {'; '.join(differences[:3])}{more}"
     )
+
+
+def check_finite(model: nn.Module, checkpoint: Mapping[str, Any]) -> None:
+    """Raise ValueError if parameters in a checkpoint are infinite or NaN: every result would be. Buffers may be."""
+    weights = {name: checkpoint["state_dict"].get(name) for name, _ in model.named_parameters()}
+    failed = [name for name, t in weights.items() if isinstance(t, Tensor) and not t.is_meta and not t.isfinite().all()]
+    if failed:
+        more = f" and {len(failed) - 1} more parameters" if len(failed) > 1 else ""
+        raise ValueError(f"the checkpoint's {failed[0]}{more} are infinite or NaN; use an earlier checkpoint")
+
+
+def check_not_averaged(checkpoint: Mapping[str, Any], callbacks: Sequence[pl.Callback]) -> None:
+    """Raise ValueError if training would resume from a moving average in place of the weights that it is of.
+
+    Lightning's `WeightAveraging` saves the average as the model's weights, and restores both.
+    """
+    if "current_model_state" in checkpoint and not any(isinstance(c, WeightAveraging) for c in callbacks):
+        raise ValueError(
+            "the checkpoint's weights are the average of EMAWeightAveraging or another WeightAveraging, which this run "
+            "lacks; resume with that callback, or begin a new run from the average with --init_weights"
+        )

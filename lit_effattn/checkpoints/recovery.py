@@ -12,7 +12,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from lit_effattn.checkpoints.files import DamagedError, damage
 from lit_effattn.checkpoints.io import read_outline
-from lit_effattn.checkpoints.runs import LAST, PREVIOUS, is_checkpoint, short
+from lit_effattn.checkpoints.runs import LAST, PREVIOUS, is_checkpoint, run_folders, short
 
 
 def read_intact(checkpoint: Path, root: Path, *, training: bool, verify: bool) -> tuple[Path, dict[str, Any]]:
@@ -40,7 +40,10 @@ def read_intact(checkpoint: Path, root: Path, *, training: bool, verify: bool) -
                 content = read_outline(previous, verify=True)
                 rank_zero_warn(f"{error}. {_resuming_from(previous, content)}")
                 return previous, content
-        candidates = [*checkpoint.parent.glob("*.ckpt"), *sorted(root.rglob(f"checkpoints/{LAST}"), reverse=True)]
+        candidates = [
+            *checkpoint.parent.glob("*.ckpt"),
+            *sorted((run / "checkpoints" / LAST for run in run_folders(root)), reverse=True),
+        ]
         intact = filter(_is_intact, dict.fromkeys(path.resolve() for path in candidates))
         names = ", ".join(short(path) for path in islice(intact, 4))
         raise DamagedError(f"{error}; there are {names}" if names else str(error)) from error

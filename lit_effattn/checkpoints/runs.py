@@ -12,8 +12,10 @@ one name, by default that of their configuration, are in one folder:
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
+from collections.abc import Iterator
 from contextlib import suppress
 from datetime import datetime, timezone
 from itertools import count
@@ -42,7 +44,7 @@ def new_run(root: Path, everything: Path | None = None) -> Path:
     """
     if everything is None or not root.resolve().is_relative_to(everything.resolve()):
         everything = root
-    runs = [*root.glob("*"), *(folder.parent for folder in everything.rglob("checkpoints"))]
+    runs = [*root.glob("*"), *run_folders(everything)]
     newest, number = max((_age(run) for run in runs if _RUN.fullmatch(run.name)), default=("", 0))
     now = datetime.now(timezone.utc).strftime("%Y-%m-%d_%H-%M-%S")
     return new_folder(root, now) if now > newest else new_folder(root, newest, number + 1)
@@ -75,6 +77,23 @@ def named_or_new(named: Path | None, parent: Path, name: str) -> Path:
 def is_checkpoint(path: Path) -> bool:
     """Return whether `path` is a file, or the folder of a checkpoint."""
     return path.is_file() or (path / COMMON).is_file()
+
+
+def run_folders(root: Path) -> Iterator[Path]:
+    """Yield the folders of runs under `root`, each once, also behind links to folders."""
+    seen = set()
+    folders, links = [root], list[Path]()  # links last: a run is found by its own name first
+    while folders or links:
+        folder = folders.pop() if folders else links.pop()
+        with suppress(OSError):
+            status = folder.stat()
+            if (status.st_dev, status.st_ino) not in seen:
+                seen.add((status.st_dev, status.st_ino))
+                inside = [Path(entry) for entry in os.scandir(folder) if entry.is_dir() and entry.name != "checkpoints"]
+                folders += [path for path in inside if not path.is_symlink()]
+                links += [path for path in inside if path.is_symlink()]
+                if _RUN.fullmatch(folder.name):
+                    yield folder
 
 
 def run_of(checkpoint: Path) -> Path | None:
@@ -149,7 +168,8 @@ def find_checkpoint(name: str, root: Path, *, option: str = "--ckpt_path") -> Pa
             "`last`, `best` nor `model:NAME`)"
         )
     files = (LAST, PREVIOUS) if name == "last" else (f"{name}.ckpt",)
-    checkpoints = [path for path in root.rglob("checkpoints/*.ckpt") if run_of(path) and is_checkpoint(path)]
+    paths = [path for run in run_folders(root) for path in run.glob("checkpoints/*.ckpt")]
+    checkpoints = [path for path in paths if run_of(path) and is_checkpoint(path)]
     newest = max(checkpoints, key=_age_of_run).parent if checkpoints else root
     folder = newest.parent.parent if checkpoints else root
     named = [path for file in files for path in checkpoints if path.name == file and path.parents[2] == folder]

@@ -15,7 +15,7 @@ from typing import Any
 
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
-from lit_effattn.checkpoints.runs import LAST, PREVIOUS, is_checkpoint, run_of
+from lit_effattn.checkpoints.runs import LAST, PREVIOUS, is_checkpoint, run_folders, run_of
 
 JOB_FILE = "slurm_job"
 """The file in the folder of a run with the job that trains it, the command's arguments, and torchrun's id."""
@@ -59,7 +59,7 @@ def interrupted_checkpoint(root: Path, args: list[str]) -> Path | None:
             return False
         return (number is not None and recorded[0] == number) or (launch() is not None and launch() in recorded[2:])
 
-    runs = [path.parent for path in root.rglob(JOB_FILE) if is_of_this_job(_read(path))]
+    runs = [run for run in run_folders(root) if is_of_this_job(_read(run / JOB_FILE))]
     for run in sorted(runs, key=lambda run: run.name, reverse=True):
         for name in (LAST, PREVIOUS):
             checkpoint = run / "checkpoints" / name

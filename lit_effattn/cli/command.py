@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import errno
 import logging
 import os
 import re
@@ -156,6 +157,10 @@ def run(args: list[str]) -> None:
         return
     try:
         CLI(arguments)
+    except OSError as error:
+        if error.filename is None and error.errno in (errno.ENOSPC, errno.EDQUOT):  # of a log: it names no file
+            error.filename = os.environ.get(RUN, error.filename)
+        raise
     finally:
         if not is_child():
             if RUN in os.environ:
@@ -495,7 +500,7 @@ class CLI(LightningCLI):
         kwargs["plugins"] = [*_as_list(config.plugins), AtomicCheckpointIO(read)]
         kwargs["logger"] = False if quiet else _loggers(config.logger, folder)
         trainer_callbacks = _as_list(config.callbacks)
-        kwargs["callbacks"] = [*trainer_callbacks, *self._standard_callbacks(config, folder, quiet, kwargs)]
+        kwargs["callbacks"] = [*trainer_callbacks, *self._standard_callbacks(config, quiet, kwargs)]
         if any(isinstance(callback, callbacks.ParameterSummary) for callback in kwargs["callbacks"]):
             kwargs["enable_model_summary"] = False  # else Lightning logs a remark
         try:
@@ -513,7 +518,7 @@ class CLI(LightningCLI):
         leave_signals_alone(trainer)
         return trainer
 
-    def _standard_callbacks(self, config: Any, folder: Path, quiet: bool, kwargs: dict[str, Any]) -> list[pl.Callback]:
+    def _standard_callbacks(self, config: Any, quiet: bool, kwargs: dict[str, Any]) -> list[pl.Callback]:
         given = {type(callback) for callback in _as_list(config.callbacks)}
         standard: list[pl.Callback] = []
         if config.enable_progress_bar is not False and not any(issubclass(t, pl.callbacks.ProgressBar) for t in given):
@@ -537,26 +542,8 @@ class CLI(LightningCLI):
         if kwargs["logger"] and LearningRateMonitor not in given:
             standard.append(LearningRateMonitor("step"))
         if config.enable_checkpointing is not False and not quiet:
-            last: callbacks.LastCheckpoint = self.config_init[self.subcommand].checkpoint
-            standard.append(last)
-            if config.limit_val_batches != 0:
-                standard += self._best_checkpoints(folder / "checkpoints", last.save_top_k, _as_list(config.callbacks))
-            elif last.save_top_k > 1:
-                raise ValueError(
-                    f"--checkpoint.save_top_k {last.save_top_k} needs a validation; leave out "
-                    "--trainer.limit_val_batches 0, or keep the last ones with --checkpoint.keep"
-                )
+            standard.append(self.config_init[self.subcommand].checkpoint)
         return standard
-
-    def _best_checkpoints(self, folder: Path, top_k: int, own: list[pl.Callback]) -> list[pl.Callback]:
-        """Return the callbacks that save `best.ckpt` and, if `top_k` is more than 1, the best `top_k` checkpoints."""
-        best = callbacks.BestCheckpoint(folder, "best", self.model.monitor)
-        if best.state_key in {callback.state_key for callback in own}:  # the user's own, of the same metric
-            best = callbacks.BestCheckpoint(folder, "best", self.model.monitor, key="BestCheckpoint")
-        if top_k == 1:
-            return [best]
-        top = callbacks.BestCheckpoint(folder, "top_{step:08d}", self.model.monitor, top_k, key="TopCheckpoints")
-        return [best, top]
 
     def _run_folder(self, root: Path) -> Path:
         """Return the folder that this process writes to.

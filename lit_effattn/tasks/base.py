@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable, ReduceLROnPlateau
+from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from torch import Tensor
@@ -21,11 +22,12 @@ from lit_effattn import sequence
 from lit_effattn.callbacks.lightning_internals import epoch_is_whole
 from lit_effattn.checkpoints.allowlist import INSTANTIATOR
 from lit_effattn.checkpoints.io import hide_folders, own_folders
-from lit_effattn.checkpoints.loading import check_same_model, load_model
+from lit_effattn.checkpoints.loading import check_finite, check_not_averaged, check_same_model, load_model
 from lit_effattn.checkpoints.runs import short
 from lit_effattn.distributed import sharding
 from lit_effattn.hparams import HasInitArgs, init_args
 from lit_effattn.sequence import State, parts, reads_values
+from lit_effattn.tasks import loaders
 from lit_effattn.tasks.metrics import Count
 from lit_effattn.tasks.optimizers import MuonWithAdamW, exempt_from_decay, hidden_matrices, without_decay
 
@@ -266,7 +268,16 @@ class Task(HasInitArgs, pl.LightningModule):
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
 
     def on_train_start(self) -> None:
-        """Warn of a run that goes on after the end of its schedule, at a rate of 0, at which nothing is learnt."""
+        """Check the loaders. Warn of a run that goes on after the end of its schedule, at a rate of 0.
+
+        Raises:
+            ValueError: If there are several loaders to train on, or the processes have different numbers of batches.
+        """
+        loaders.check_single(self.trainer.train_dataloader)
+        loaders.check_even(self.trainer)
+        loaders.warn_of_repetition(self.trainer)
+        if self.scored_items is None:
+            loaders.warn_of_last_steps(self.trainer)
         for scheduler in (config.scheduler for config in self.trainer.lr_scheduler_configs):
             total: int | None = getattr(scheduler, "total_steps", None)
             rates = [group["lr"] for group in scheduler.optimizer.param_groups]
@@ -350,6 +361,8 @@ class Task(HasInitArgs, pl.LightningModule):
 
     def training_step(self, batch: Any) -> Tensor:
         """Return the loss of `objective`, and log its figures."""
+        if self._trainer is not None:
+            loaders.check_end(self._trainer)
         self.check_batch(batch)
         loss, figures, self.memory, n_scored = self.run_objective(batch, self.memory)
         if self.scored_items is not None:
@@ -454,7 +467,12 @@ class Task(HasInitArgs, pl.LightningModule):
 
         Raises:
             OtherModelError: If parameters differ. The message names the first ones.
+            ValueError: If weights are not finite, or training would go on from averaged weights as if they were the
+                run's.
         """
         if self._trainer is not None:
             own_folders(checkpoint, self._trainer)
+            if self._trainer.state.fn == TrainerFn.FITTING:
+                check_not_averaged(checkpoint, self._trainer.callbacks)
         check_same_model(self, checkpoint)
+        check_finite(self, checkpoint)

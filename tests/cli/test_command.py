@@ -595,7 +595,7 @@ def test_a_checkpoint_of_another_program_is_named(capsys: pytest.CaptureFixture[
         (["--config", "image.png"], 1, "--config image.png is not text"),
         (["--config", "nothing/like/it.yaml"], 1, "`lit-effattn configs` lists those"),
         (["--data.source", "mnist"], 2, "PixelSequences has no option 'source'; there are dataset, "),
-        (["--checkpoint.save_top_k", "2", "--trainer.limit_val_batches", "0"], 1, "save_top_k 2 needs a validation"),
+        (["--checkpoint.save_top_k", "2", "--trainer.limit_val_batches", "0"], 1, "save_top_k=2 needs a validation"),
     ],
     ids=lambda value: value[0] if isinstance(value, list) else "",
 )

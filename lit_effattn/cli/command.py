@@ -158,7 +158,11 @@ def run(args: list[str]) -> None:
     try:
         CLI(arguments)
     except OSError as error:
-        if error.filename is None and error.errno in (errno.ENOSPC, errno.EDQUOT):  # of a log: it names no file
+        if error.filename is None and error.errno in (
+            errno.ENOSPC,
+            errno.EDQUOT,
+            errno.EFBIG,
+        ):  # of a log: it names no file
             error.filename = os.environ.get(RUN, error.filename)
         raise
     finally:

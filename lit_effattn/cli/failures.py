@@ -73,6 +73,8 @@ def explained(error: RuntimeError | OSError, command: str) -> str | None:
     if match := re.search(r"DataLoader worker \(pid(?:\(s\))? ([\d, ]+)\) (.+?)\.? ?$", text.partition(". It is")[0]):
         cause = f"a process that loads data ({match[1]}) {match[2]}"
         return f"{cause}. If memory ran out, use fewer --data.num_workers{resume}"
+    if match := re.search(r"You provided multiple `(\w+_dataloader)`", text):
+        return f"{match[1]} returned several loaders, but a task reads one; join their data sets by ConcatDataset"
     if match := re.search(r"conditioned on metric `(.+?)` which is not available.*following: (.*)", text):
         known = ", ".join(sorted(re.findall(r"`([^`]+)`", match[2])))
         return f"EarlyStopping: there is no metric monitor={match[1]}; there are {known}"

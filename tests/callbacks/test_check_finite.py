@@ -75,6 +75,15 @@ def test_the_checkpoint_before_stays(tmp_path: Path, spoil: dict[int, float]):
     assert torch.isfinite(last["state_dict"]["weight"]).all()
 
 
+@pytest.mark.parametrize("first", [0, 1])
+def test_a_state_that_finite_gradients_made_infinite_is_not_saved(tmp_path: Path, first: int):
+    """The square of 1e23. The message says whether there is an earlier checkpoint."""
+    saved = "last.ckpt is of an earlier step" if first else "nothing was saved"
+    with pytest.raises(NotFiniteError, match=rf"optimiser's state is infinite.* at step {first + 1} .*; {saved}"):
+        fit(tmp_path, Adam({first: 1e23}), CheckFinite(), LastCheckpoint(1))
+    assert [read_checkpoint(path)["global_step"] for path in tmp_path.rglob("last.ckpt")] == [1] * first
+
+
 def test_weights_that_a_finite_gradient_made_infinite_are_not_saved(tmp_path: Path):
     class Far(Adam):
         def configure_optimizers(self) -> torch.optim.Optimizer:

@@ -330,3 +330,24 @@ def test_files_of_other_names_stay(tmp_path: Path):
         "step_00000004.ckpt",
     }
     assert all((folder / name).exists() for name in names)
+
+
+def test_the_best_are_kept_without_the_command_too(tmp_path: Path):
+    class Scored(Tiny):
+        monitor = "val/loss"
+
+        def validation_step(self, batch: torch.Tensor) -> None:
+            self.log("val/loss", (3.0, 1.0, 2.0, 4.0)[self.current_epoch])
+
+    keep = LastCheckpoint(save_top_k=2)
+    run = trainer(tmp_path, [keep], max_epochs=3)
+    run.fit(Scored(), loader(2), loader(1))
+    assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == sorted(
+        ["last.ckpt", "previous.ckpt", "best.ckpt", "top_00000004.ckpt", "top_00000006.ckpt"]
+    )
+    assert read_checkpoint(tmp_path / "checkpoints" / "best.ckpt")["global_step"] == 4
+    last = tmp_path / "checkpoints" / "last.ckpt"
+    trainer(tmp_path, [keep], max_epochs=4).fit(Scored(), loader(2), loader(1), ckpt_path=last)
+    assert read_checkpoint(tmp_path / "checkpoints" / "best.ckpt")["global_step"] == 4
+    with pytest.raises(ValueError, match="save_top_k=2 needs a validation"):
+        trainer(tmp_path, [LastCheckpoint(save_top_k=2)], limit_val_batches=0).fit(Scored(), loader(2))

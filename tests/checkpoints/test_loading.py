@@ -1,11 +1,17 @@
+import math
 import re
 from pathlib import Path
 
+import lightning.pytorch as pl
 import pytest
+import torch
+from lightning.pytorch.callbacks import EMAWeightAveraging
 from torch import nn
+from torch.utils.data import DataLoader
 
-from lit_effattn import Transformer
-from lit_effattn.checkpoints.loading import OtherModelError, check_same_model, load_model
+from lit_effattn import PixelModel, Transformer
+from lit_effattn.callbacks import LastCheckpoint
+from lit_effattn.checkpoints.loading import OtherModelError, check_finite, check_same_model, load_model
 from lit_effattn.tasks import LanguageModel
 from tests.callbacks.tiny import trainer
 from tests.support.commands import same
@@ -45,3 +51,33 @@ def test_a_model_is_built_as_the_file_says_with_its_weights(tmp_path: Path):
     assert load_model(LanguageModel, path, arguments={"label_smoothing": 0.5}).label_smoothing == 0.5
     with pytest.raises(OtherModelError, match=r"embedding\.weight is 5×8 in the checkpoint, 5×16 here"):
         load_model(LanguageModel, path, arguments={"backbone": Transformer(16, 2, 1)})
+
+
+def test_weights_that_are_not_finite_are_refused(tmp_path: Path):
+    """By every command: `test` would score 100 % errors. Buffers may be infinite."""
+    model = PixelModel(Transformer(8, 2, 1), (2, 2, 1), 4)
+    checkpoint = {"state_dict": {name: t.clone() for name, t in model.state_dict().items()}}
+    model.on_load_checkpoint(checkpoint)
+    weights = dict(model.named_parameters())
+    first, second = list(weights)[:2]
+    for name in (first, second):
+        checkpoint["state_dict"][name].view(-1)[-1] = math.nan
+    with pytest.raises(ValueError, match=rf"the checkpoint's {first} and 1 more parameters are infinite or NaN"):
+        model.on_load_checkpoint(checkpoint)
+    model.register_buffer("maximum", torch.tensor(-math.inf))
+    check_finite(model, {"state_dict": model.state_dict()})
+
+
+def test_training_does_not_go_on_from_averaged_weights(tmp_path: Path):
+    def fit(epochs: int, *callbacks: pl.Callback, path: Path | None = None) -> pl.Trainer:
+        run = trainer(tmp_path, [*callbacks, LastCheckpoint()], max_epochs=epochs)
+        model = PixelModel(Transformer(8, 2, 1), (2, 2, 1), 4)
+        run.fit(model, DataLoader(torch.randint(4, (4, 4)), batch_size=2), ckpt_path=path)
+        return run
+
+    fit(1, EMAWeightAveraging())
+    last = tmp_path / "checkpoints" / "last.ckpt"
+    with pytest.raises(ValueError, match=r"the average of EMAWeightAveraging.*resume with that callback"):
+        fit(2, path=last)
+    assert fit(2, EMAWeightAveraging(), path=last).global_step == 4
+    assert isinstance(PixelModel.load_from_checkpoint(last), PixelModel)

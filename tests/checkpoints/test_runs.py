@@ -12,6 +12,7 @@ from lit_effattn.checkpoints.runs import (
     last_kept,
     new_folder,
     new_run,
+    run_folders,
     run_of,
 )
 
@@ -70,6 +71,21 @@ def test_the_newest_run_that_has_one(tmp_path: Path):
     older = saved(tmp_path / "softmax" / "deeper", "2026-03-01_00-00-00", "best.ckpt")
     assert find_checkpoint("best", tmp_path) == older / "best.ckpt"
     assert find_checkpoint("best", tmp_path / "linear") == tmp_path / "linear/2026-03-02_09-00-00/checkpoints/best.ckpt"
+
+
+def test_runs_behind_links_are_found_and_circles_end(tmp_path: Path):
+    """`runs/NAME` on another disk, as `fit` writes it; `latest` is another name of a run."""
+    other = saved(tmp_path / "disk", "2026-01-02_00-00-00", "last.ckpt", "best.ckpt")
+    root = tmp_path / "runs"
+    saved(root / "b", "2026-01-01_00-00-00", "last.ckpt")
+    (root / "a").symlink_to(tmp_path / "disk")
+    (root / "b" / "latest").symlink_to("2026-01-01_00-00-00")
+    (root / "b" / "circle").symlink_to(".")
+    assert sorted(run_folders(root)) == [root / "a" / other.parent.name, root / "b" / "2026-01-01_00-00-00"]
+    for folder in (root, root / "a"):
+        assert find_checkpoint("last", folder) == other / "last.ckpt"
+        assert find_checkpoint("best", folder) == other / "best.ckpt"
+    assert find_checkpoint("last", root / "b").read_text() == "2026-01-01_00-00-00"
 
 
 def test_runs_of_one_second_are_told_apart_by_their_number(tmp_path: Path):

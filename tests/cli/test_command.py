@@ -19,6 +19,7 @@ import torch
 import yaml
 from lightning.fabric.accelerators import cuda
 from lightning.pytorch.accelerators import CPUAccelerator
+from lightning.pytorch.loggers import CSVLogger
 from torch import Tensor
 
 from lit_effattn import PixelModel
@@ -825,6 +826,18 @@ def test_a_full_disk_leaves_the_last_good_checkpoint():
     assert torch.load(last("full"), weights_only=True)["global_step"] == 15
     assert not list(Path("full").rglob("*.part"))
     main(["fit", "--ckpt_path", "last", "--trainer.default_root_dir", "full", "--trainer.callbacks", "null"])
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EFBIG])
+def test_a_full_disk_while_logging_names_the_run(number: int, monkeypatch: pytest.MonkeyPatch, capsys):
+    """The error of a file that is written names none."""
+
+    def full(self: CSVLogger) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(CSVLogger, "save", full)
+    message = fails(capsys, "fit", "--config", "tiny.yaml", "--trainer.logger", "true", "--name", "full")
+    assert f"{os.strerror(number)}: 'runs/full/2" in message
 
 
 def test_a_sparse_pattern_takes_its_stride_from_the_data(caplog: pytest.LogCaptureFixture):

@@ -51,7 +51,7 @@ ROOMS: dict[str, set[str]] = {
     "laws": {"sequence"},
     "nn": {"attention", "ops", "sequence", "hparams"},
     "drawing": set(),
-    "datamodules": set(),
+    "datamodules": {"checkpoints"},
     "checkpoints": set(),
     "generation": {"nn", "attention", "ops", "sequence"},
     "distributed": {"nn", "attention", "sequence", "checkpoints"},

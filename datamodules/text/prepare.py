@@ -68,7 +68,7 @@ def prepare(
     *,
     tokens: str = "bytes",
     vocab_size: int | None = None,
-    tokenizer_of: Path | None = None,
+    tokenizer_of: str | Path | None = None,
     field: str = "text",
     held_out: int = 200,
     shard_bytes: int = 256_000_000,

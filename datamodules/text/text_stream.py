@@ -5,7 +5,6 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch.utils.data import DataLoader
 
@@ -205,7 +204,7 @@ class TextStream(DataModule):
     def _given(self) -> Tokenizer | None:
         if self.source == "prepared":
             return self._store.tokenizer
-        return None if self._tokenizer_of is None else saved_tokenizer(Path(self._tokenizer_of))
+        return None if self._tokenizer_of is None else saved_tokenizer(self._tokenizer_of)
 
     @property
     def n_scored(self) -> dict[str, int]:
@@ -323,22 +322,26 @@ def _check_options(source: str, **options: Any) -> None:
         raise ValueError("path=None: source='huggingface' needs the data set's name, such as path=Salesforce/wikitext")
 
 
-def saved_tokenizer(checkpoint: Path) -> Tokenizer:
+def saved_tokenizer(checkpoint: str | Path) -> Tokenizer:
     """Return the tokenizer of the language model in a checkpoint, which is read as data.
+
+    Args:
+        checkpoint: The file, the folder of a sharded run, or `model:NAME`, a shipped model.
 
     Raises:
         FileNotFoundError: If there is no such file.
         ValueError: If it is not a checkpoint, or its model has no tokenizer.
     """
-    if not checkpoint.is_file():
-        raise FileNotFoundError(f"tokenizer_of={str(checkpoint)!r}: there is no such file; name a checkpoint")
+    from lit_effattn.checkpoints.io import read_outline
+
+    named = f"tokenizer_of={str(checkpoint)!r}"
     try:
-        content = torch.load(checkpoint, map_location="cpu", weights_only=True, mmap=True)
-    except Exception as error:  # files that are not checkpoints raise many exception types
-        reason = str(error).partition("\n")[0].partition(". ")[0]
-        raise ValueError(f"tokenizer_of={str(checkpoint)!r} can't be read as a checkpoint: {reason}") from error
-    settings = content.get("hyper_parameters") if isinstance(content, dict) else None
+        settings = read_outline(checkpoint).get("hyper_parameters")
+    except FileNotFoundError as error:
+        raise FileNotFoundError(f"{named}: {error}; name a checkpoint") from error
+    except ValueError as error:
+        raise ValueError(f"{named} can't be read as a checkpoint: {error}") from error
     spec = settings.get("tokenizer") if isinstance(settings, dict) else None
     if not isinstance(spec, str):
-        raise ValueError(f"tokenizer_of={str(checkpoint)!r} has no tokenizer; name a language model's checkpoint")
+        raise ValueError(f"{named} has no tokenizer; name a language model's checkpoint")
     return Tokenizer.from_spec(spec)

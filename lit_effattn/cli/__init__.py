@@ -130,6 +130,7 @@ def _main(args: list[str] | None) -> None:
         return print(HELP, end="")
     if args[0] == "--version":
         return _print_version(args[1:])
+    _check_unicode(args)
     add_current_folder()
     if args[0] in LISTS:
         return _list(args[0], args[1:])
@@ -187,6 +188,19 @@ def _main(args: list[str] | None) -> None:
 
 def _is_stream(args: list[str]) -> bool:
     return args[0] == "predict" and any(arg.partition("=")[0] == "--stream" for arg in args)
+
+
+def _check_unicode(args: list[str]) -> None:
+    """End the process if an argument is not UTF-8: no file of settings could hold it."""
+    for number, arg in enumerate(args, 1):
+        try:
+            arg.encode()
+        except UnicodeEncodeError as error:
+            byte = ord(arg[error.start]) - 0xDC00
+            fail(
+                f"argument {number}, {ascii(arg)[1:-1]}, is not UTF-8: byte {byte:#x} at character {error.start}",
+                code=2,
+            )
 
 
 def _check_arguments(args: list[str]) -> None:

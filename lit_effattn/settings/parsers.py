@@ -7,7 +7,6 @@ here; a test compares them.
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
 from typing import Any
 
 from lit_effattn.settings.own_classes import add_trust
@@ -223,7 +222,7 @@ def prepare() -> argparse.ArgumentParser:
         help="How to tokenize; all but bytes are learnt.",
     )
     made.add_argument("--vocab_size", type=int, help="words, bpe: size of the vocabulary.")
-    made.add_argument("--tokenizer_of", type=Path, help="A checkpoint whose tokenizer to use, in place of these.")
+    made.add_argument("--tokenizer_of", help="A checkpoint (or model:NAME) whose tokenizer to use, in place of these.")
     made.add_argument("--field", default="text", help="Name of the text in the lines of a .jsonl.")
     made.add_argument(
         "--held_out", type=int, default=200, help="One of so many documents is for validation, one for test."

@@ -57,7 +57,7 @@ class Walked(NamedTuple):
 
     @property
     def faults(self) -> Faults:
-        """What is left out, counted by reason, with the first names."""
+        """The files that are left out, counted by reason, with the first names."""
         return Faults(Fault(reason, shown(path)) for reason, paths in self.left_out.items() for path in paths)
 
 
@@ -141,7 +141,7 @@ _KINDS = (
 
 
 class Encoding(NamedTuple):
-    """How a text is stored.
+    """The encoding of a file of text.
 
     Attributes:
         compressed: Whether it is compressed with gzip.

@@ -13,6 +13,7 @@ import soundfile
 import torch
 from torch import Tensor
 
+from lit_effattn.datamodules.common.files import regular
 from lit_effattn.datamodules.speech.containers import ENDLESS, mpeg_frame, wrong_length
 
 MAX_SECONDS = 40.0
@@ -113,7 +114,7 @@ def _decoded(path: Path, file: soundfile.SoundFile, n: int, block: int) -> Itera
         except soundfile.SoundFileError:  # within a damaged frame
             samples = torch.empty(0)
         if not len(samples):
-            message = f"only {n - left} of {n} samples can be decoded; it was cut off or damaged: get it again"
+            message = f"its {n} samples can't all be decoded; it was cut off or damaged: get it again"
             raise AudioError.of(path, "unreadable", message)
         if not samples.isfinite().all():
             raise AudioError.of(path, "unreadable", "some of its samples are not finite numbers; get it again")
@@ -127,8 +128,10 @@ def _decoded(path: Path, file: soundfile.SoundFile, n: int, block: int) -> Itera
 def _check_file(path: Path) -> None:
     if not path.exists():
         raise AudioError.of(path, "missing", "there is no such file; correct the path, or leave it out")
-    if not path.is_file():
-        raise AudioError.of(path, "missing", "this is not a file; name the files in it")
+    try:
+        regular(path)
+    except ValueError as error:
+        raise AudioError(str(error), "missing") from error
     with path.open("rb") as file:  # raises OSError without read permission
         if not file.read(1):
             raise AudioError.of(path, "empty", "the file is empty; get it again, or leave it out")
@@ -239,6 +242,8 @@ def stream_pipe(file: BinaryIO, sample_rate: int, block: int) -> Iterator[Tensor
         held += file.read(max(0, size - len(held)))
         data, held = held[: min(size, len(held)) // 2 * 2], held[size:]
         if not data:
+            if not n:
+                raise AudioError.of(_PIPE, "empty", "it has no samples; start the program that sends them")
             if left < math.inf:
                 message = f"it ended after {n // 2} of {stated // 2} samples; it was cut off: send it again"
                 raise AudioError.of(_PIPE, "unreadable", message)

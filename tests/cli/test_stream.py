@@ -200,7 +200,7 @@ def test_what_was_decoded_of_a_damaged_file_is_printed(tmp_path: Path, capsys: p
         with pytest.raises(SystemExit):
             main(["predict", *TRUST, "--ckpt_path", "last", "--stream", str(path), *args])
         output = capsys.readouterr()
-        assert "cut.flac: only " in output.err
+        assert "cut.flac: its " in output.err
         assert output.out
     assert not state.exists()
 

@@ -154,7 +154,7 @@ def test_what_cannot_be_used_is_named(tmp_path):
 
     cases = [
         ("a.wav", lambda path: path, "missing", "no such file"),
-        ("a", lambda path: path.mkdir() or path, "missing", "not a file"),
+        ("a", lambda path: path.mkdir() or path, "missing", "this is a folder, not a file"),
         ("a.wav", content(b""), "empty", "file is empty"),
         ("a.wav", sound(noise(0)), "empty", "it has no samples"),
         ("a.wav", content(b"hello" * 100), "unreadable", "libsndfile cannot read it.*convert it to WAV or FLAC"),
@@ -193,7 +193,7 @@ def test_a_header_that_states_another_length_is_refused_by_every_reader(tmp_path
         ("a.mp3", cut(sound(tone(4))), "cut off", states % r"2\.\d\d"),
         ("a.mp3", without_xing(quiet_first), "cut off", r"has 6\.\d\d s; .*without a Xing header; convert it"),
         ("a.mp3", without_xing(quiet_first[::-1]), "cut off", r"has 6\.\d\d s; .*without a Xing header; convert it"),
-        ("a.flac", cut(hiss), "unreadable", r"only \d+ of 64000 samples can be decoded"),
+        ("a.flac", cut(hiss), "unreadable", r"its 64000 samples can't all be decoded"),
         ("a.ogg", cut(sound(tone(4)), 0.7), "cut off", "its last Ogg page is missing"),
         ("a.ogg", cut(sound(tone(4), subtype="OPUS")), "cut off", "its last Ogg page is missing"),
         ("a.wav", cut(sound(noise(4 * RATE), subtype="IMA_ADPCM")), "cut off", r"states \d\.\d+ s, but it has 2"),
@@ -265,7 +265,6 @@ def test_a_pipe_is_its_samples():
             blocks = list(stream_pipe(Pipe(data), RATE, block))
             assert [len(block) for block in blocks] == sizes
             assert (torch.cat(blocks).numpy() * 2**15 == samples).all()
-    assert list(stream_pipe(Pipe(b""), RATE, 300)) == []
     syncs = np.full(900, 0xF3FF - 2**16, np.int16)  # each sample looks like the beginning of an MPEG frame
     syncs[1] = 0x7FC4
     assert (torch.cat([*stream_pipe(Pipe(syncs.tobytes()), RATE, 300)]).numpy() * 2**15 == syncs).all()
@@ -277,6 +276,9 @@ def test_a_pipe_of_something_else_is_refused(tmp_path):
         (wav(noise(10), rate=8000), "states 8000 Hz, 1 channels, 16 bits and coding 1, but must be of 16000 Hz, 1, 16"),
         (good[:20] + struct.pack("<H", 3) + good[22:], "16 bits and coding 3"),
         (good[:22] + struct.pack("<H", 2) + good[24:], "2 channels, 16 bits"),
+        (b"", "it has no samples"),
+        (good[:44], "it has no samples"),
+        (b"a", "it has no samples"),
         (good[:40], "its WAV header is damaged"),
         (good[:12] + good[36:], "its WAV header is damaged"),  # without `fmt `
         (wav(noise(10), before=b"LIST\xff\xff\xff\xff"), "its WAV header is damaged"),

@@ -30,46 +30,30 @@ def cell(picture: torch.Tensor, row: int, column: int, h: int, w: int) -> torch.
     return picture[:, top : top + h, left : left + w]
 
 
-@pytest.mark.parametrize(("n", "rows", "columns"), [(5, 2, 3), (9, 3, 3)])
-def test_images_lie_in_a_nearly_square_grid(n: int, rows: int, columns: int):
-    images = random_images(n, 3, 50, 60)
-    picture = grid(images)
-    assert picture.dtype == torch.uint8
-    assert picture.shape == (3, BORDER + rows * (50 + BORDER), BORDER + columns * (60 + BORDER))
-    for i in range(n):
-        assert torch.equal(cell(picture, i // columns, i % columns, 50, 60), images[i])
-    for i in range(n, rows * columns):
-        assert (cell(picture, i // columns, i % columns, 50, 60) == GREY).all()
-    assert (picture[:, :BORDER] == GREY).all()
-    assert (picture[:, :, :BORDER] == GREY).all()
-
-
-def test_as_many_columns_as_asked_for():
+def test_images_lie_in_a_nearly_square_grid():
+    for n, rows, columns in ((5, 2, 3), (9, 3, 3)):
+        images = random_images(n, 3, 50, 60)
+        picture = grid(images)
+        assert picture.dtype == torch.uint8
+        assert picture.shape == (3, BORDER + rows * (50 + BORDER), BORDER + columns * (60 + BORDER))
+        for i in range(rows * columns):
+            shown = cell(picture, i // columns, i % columns, 50, 60)
+            assert torch.equal(shown, images[i]) if i < n else (shown == GREY).all()
+        assert (picture[:, :BORDER] == GREY).all()
+        assert (picture[:, :, :BORDER] == GREY).all()
     assert grid(random_images(6, 3, 48, 48), columns=6).shape == (3, 48 + 2 * BORDER, BORDER + 6 * (48 + BORDER))
+    grey = random_images(2, 1, 50, 50)
+    assert torch.equal(cell(grid(grey), 0, 1, 50, 50), grey[1].expand(3, -1, -1))  # three equal channels
 
 
-def test_small_images_are_enlarged_pixel_by_pixel():
+def test_small_images_are_enlarged_pixel_by_pixel_by_whole_factors():
     images = random_images(2, 3, 8, 5)
-    picture = grid(images)
     scale = MIN_SIDE // 8
     for i in range(2):
-        shown = cell(picture, 0, i, 8 * scale, 5 * scale)
-        for y in range(8):
-            for x in range(5):
-                pixel = shown[:, y * scale : (y + 1) * scale, x * scale : (x + 1) * scale]
-                assert (pixel == images[i, :, y, x, None, None]).all()
-
-
-@pytest.mark.parametrize(("side", "shown"), [(47, 94), (48, 48)])
-def test_by_whole_factors(side: int, shown: int):
-    assert grid(random_images(2, 3, side, side)).shape[1] == shown + 2 * BORDER
-
-
-def test_grey_images_are_shown_in_three_equal_channels():
-    images = random_images(2, 1, 50, 50)
-    picture = grid(images)
-    assert picture.shape[0] == 3
-    assert torch.equal(cell(picture, 0, 1, 50, 50), images[1].expand(3, -1, -1))
+        shown = cell(grid(images), 0, i, 8 * scale, 5 * scale)
+        assert torch.equal(shown, images[i].repeat_interleave(scale, 1).repeat_interleave(scale, 2))
+    for side, shown in ((47, 94), (48, 48)):
+        assert grid(random_images(2, 3, side, side)).shape[1] == shown + 2 * BORDER
 
 
 def test_png_holds_the_picture(tmp_path: Path):
@@ -99,14 +83,12 @@ def test_rows_have_their_names_before_them(tmp_path: Path):
 @pytest.mark.parametrize("frames", [101, 3000])
 def test_probabilities_lie_below_the_sound_they_are_of(frames: int, tmp_path: Path):
     """A band of 40 that is loud in one quarter, and labels that are likely in one quarter each."""
-    features = torch.randn(frames, 40)
-    quarter = frames // 4
+    features, quarter = torch.randn(frames, 40), frames // 4
     features[quarter : 2 * quarter, 5] += 50
     probabilities = torch.zeros(-(-frames // 2), 5)  # of 2 frames each
     for label in range(4):
         probabilities[label * quarter // 2 : (label + 1) * quarter // 2, label] = 1
-    names = ["blank", "aa", "b", "tS", "@"]
-    path = recognised(features, probabilities, names, tmp_path / "it.png", factor=2)
+    path = recognised(features, probabilities, ["blank", "aa", "b", "tS", "@"], tmp_path / "it.png", factor=2)
     sheet = torch.from_numpy(np.array(Image.open(path))).float().mean(-1)  # (height, width)
     across = 4 if frames < 400 else 1
     assert sheet.size(1) < 600 + 1.01 * across * frames
@@ -187,18 +169,15 @@ def test_labels_that_have_no_ink_are_written_out(font: bool, tmp_path: Path, mon
     assert len({label[:, 1:].numpy().tobytes() for label in above}) == 1
 
 
-@pytest.mark.parametrize(
-    ("weights", "rows", "columns", "words"),
-    [
-        (torch.zeros(2, 3), ["a"], ["x", "y", "z"], r"\(2, 3\).*1 rows and 3 columns"),
-        (torch.zeros(2, 3), ["a", "b"], ["x", "y"], r"\(2, 3\).*2 rows and 2 columns"),
-        (torch.zeros(0, 3), [], ["x", "y", "z"], r"\(0, 3\).*0 rows"),
-        (torch.full((1, 1), torch.nan), ["a"], ["x"], "must be finite"),
-    ],
-)
-def test_attention_maps_without_labels_or_numbers_are_refused(weights, rows, columns, words: str, tmp_path: Path):
-    with pytest.raises(ValueError, match=words):
-        attention_map(weights, rows, columns, tmp_path / "map.png")
+def test_attention_maps_without_labels_or_numbers_are_refused(tmp_path: Path):
+    for weights, rows, columns, words in (
+        (torch.zeros(2, 3), "a", "xyz", r"\(2, 3\).*1 rows and 3 columns"),
+        (torch.zeros(2, 3), "ab", "xy", r"\(2, 3\).*2 rows and 2 columns"),
+        (torch.zeros(0, 3), "", "xyz", r"\(0, 3\).*0 rows"),
+        (torch.full((1, 1), torch.nan), "a", "x", "must be finite"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            attention_map(weights, [*rows], [*columns], tmp_path / "map.png")
 
 
 def test_a_confusion_matrix_shows_the_share_of_each_rows_items(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

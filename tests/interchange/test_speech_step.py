@@ -88,36 +88,30 @@ def test_a_front_end_that_reads_several_frames_again():
     torch.testing.assert_close(streamed[0], whole(recognizer, row), rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize(
-    "samples",
-    [sound(680), sound(680).cumsum(0) / 9 + 0.2, torch.zeros(680)],
-    ids=["noise", "low frequencies", "silence"],
-)
-def test_filterbanks_by_matrices(samples: Tensor):
-    got = _FilterbankLayer(BANKS, 7)(samples[None])
-    torch.testing.assert_close(got[0], BANKS(samples), rtol=1e-5, atol=1e-4)
+def test_filterbanks_by_matrices():
+    for samples in (sound(680), sound(680).cumsum(0) / 9 + 0.2, torch.zeros(680)):  # noise, low frequencies, silence
+        result = _FilterbankLayer(BANKS, 7)(samples[None])
+        torch.testing.assert_close(result[0], BANKS(samples), rtol=1e-5, atol=1e-4)
 
 
-@pytest.mark.parametrize("normalize", ["corpus", "running", None])
 @torch.no_grad()
-def test_samples_are_made_into_features(normalize: str | None):
+def test_samples_are_made_into_features():
     recognizer, samples = model("linear", look_ahead=2), sound(N)
-    features = {
-        "corpus": StreamFeatures(BANKS, STATISTICS),
-        "running": StreamFeatures(BANKS, running=True),
-        None: StreamFeatures(BANKS),
-    }[normalize]
-    step = SpeechStep(recognizer, 1, None, features)
-    state, outputs = tensors(step.empty), []
-    for t in range(11):
-        part = torch.zeros(1, 440)
-        given = samples[320 * t : 320 * t + 440]
-        part[0, : len(given)] = given
-        log_probs, *state = step(part, torch.tensor([4 if t < 9 else 0]), *state)
-        outputs.append(log_probs)
     x = BANKS(samples)
-    expected = {"corpus": normalized(x, STATISTICS), "running": RunningNormalization()(x), None: x}[normalize]
-    torch.testing.assert_close(torch.cat(outputs[2:]), whole(recognizer, expected), rtol=1e-3, atol=1e-3)
+    for features, expected in (
+        (StreamFeatures(BANKS, STATISTICS), normalized(x, STATISTICS)),
+        (StreamFeatures(BANKS, running=True), RunningNormalization()(x)),
+        (StreamFeatures(BANKS), x),
+    ):
+        step = SpeechStep(recognizer, 1, None, features)
+        state, outputs = tensors(step.empty), []
+        for t in range(11):
+            part = torch.zeros(1, 440)
+            given = samples[320 * t : 320 * t + 440]
+            part[0, : len(given)] = given
+            log_probs, *state = step(part, torch.tensor([4 if t < 9 else 0]), *state)
+            outputs.append(log_probs)
+        torch.testing.assert_close(torch.cat(outputs[2:]), whole(recognizer, expected), rtol=1e-3, atol=1e-3)
 
 
 def exported(path: Path) -> tuple[Run, dict[str, Any]]:
@@ -199,17 +193,14 @@ def test_the_page_recognises_what_the_model_recognises(tmp_path, monkeypatch, ca
     assert names["about"]["sound"] == {"sample_rate": 8000, "frame": 200, "hop": 80}
 
 
-@pytest.mark.parametrize(
-    ("normalize", "options", "message"),
-    [
+def test_refusals(tmp_path: Path, capsys):
+    for normalize, options, message in (
         ("utterance", [], "trained with normalize='utterance', whose statistics look ahead.*--normalize running"),
         ("corpus", ["--max_len", "9"], "max_len=9 does not apply"),
         ("corpus", ["--format", "safetensors", "--normalize", "running"], "normalize='running' does not apply"),
-    ],
-)
-def test_refusals(normalize: str, options: list[str], message: str, tmp_path: Path, capsys):
-    path = checkpoint(model("linear"), tmp_path / "best.ckpt", normalize)
-    assert re.search(message, fails(capsys, "export", "--ckpt_path", path, "--format", "torch", *options))
+    ):
+        path = checkpoint(model("linear"), tmp_path / "best.ckpt", normalize)
+        assert re.search(message, fails(capsys, "export", "--ckpt_path", path, "--format", "torch", *options))
     assert [file.name for file in tmp_path.iterdir()] == ["best.ckpt"]
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import time
 from collections.abc import Iterable
+from dataclasses import replace
 
 import torch
 from torch import nn
@@ -96,10 +97,15 @@ def _result(law: Law, subject: Subject, shrink_seconds: float) -> Result:
     for variant in law.variants(subject):
         if (failure := run(law, subject, variant)) is not None:
             break
-    tolerance = law.tolerance(subject)
     if failure is None:
-        return Result(law.name, law.title, "ok", tolerance, time.monotonic() - start)
-    smallest = subject
+        return Result(law.name, law.title, "ok", law.tolerance(subject), time.monotonic() - start)
+    result = failed(failure, subject, shrink_seconds)
+    return replace(result, seconds=time.monotonic() - start)
+
+
+def failed(failure: Failure, subject: Subject, shrink_seconds: float) -> Result:
+    """Return the result of a broken law, with the smallest failing case that is found in so many seconds."""
+    law, tolerance, smallest = failure.law, failure.law.tolerance(subject), subject
     if shrink_seconds > 0:
         smallest, failure = shrink(subject, failure, shrink_seconds)
     return Result(
@@ -107,7 +113,6 @@ def _result(law: Law, subject: Subject, shrink_seconds: float) -> Result:
         law.title,
         "broken" if failure.difference.error is None else "error",
         tolerance,
-        time.monotonic() - start,
         detail=law.detail,
         variant=failure.variant,
         case=str(failure.trial),

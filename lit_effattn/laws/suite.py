@@ -5,18 +5,20 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
-from lit_effattn.laws import code
 from lit_effattn.laws.adapter import Adapter
-from lit_effattn.laws.checking import adapter_for
-from lit_effattn.laws.law import Law, run
+from lit_effattn.laws.checking import adapter_for, failed
+from lit_effattn.laws.law import Failure, Law, run
 from lit_effattn.laws.registry import chosen
-from lit_effattn.laws.report import Result, described
-from lit_effattn.laws.shrink import shrink
+from lit_effattn.laws.report import described
+from lit_effattn.laws.shrink import SECONDS
 from lit_effattn.laws.subject import Subject
+
+Tried = tuple[Law, str]
+"""A law, and one of its variants."""
 
 
 class LawSuite:
-    """A mixin for a test class of pytest: one test for each law and variant.
+    """A mixin for a test class of pytest: one test for each adapter, which tries all laws.
 
     Attributes:
         adapter: An adapter, or what `check` takes in its place.
@@ -34,7 +36,10 @@ class LawSuite:
 
     @classmethod
     def marks(cls, adapter: Adapter, law: Law, variant: str) -> Sequence[Any] | None:
-        """Return pytest's marks for a test, or None to leave the test out. The default returns none."""
+        """Return pytest's marks for a variant of a law, or None to leave it out. The default returns none.
+
+        Variants with the same marks are one test.
+        """
         return ()
 
     def pytest_generate_tests(self, metafunc: Any) -> None:
@@ -44,29 +49,32 @@ class LawSuite:
         if "law_case" not in metafunc.fixturenames:
             return
         given = self.adapters if self.adapters is not None else [type(self).__dict__.get("adapter", self.adapter)]
-        subjects = [Subject(adapter_for(adapter)) for adapter in map(_plain, given)]
         cases = []
-        for law in chosen(self.laws):
-            for subject in subjects:
+        for adapter in map(adapter_for, map(_plain, given)):
+            subject = Subject(adapter)
+            tests: dict[tuple[str, ...], tuple[list[Tried], Sequence[Any]]] = {}
+            for law in chosen(self.laws):
                 for variant in () if law.missing(subject) else law.variants(subject):
-                    if (marks := self.marks(subject.adapter, law, variant)) is not None:
-                        name = "-".join(filter(None, (law.name, variant, subject.adapter.name)))
-                        cases.append(pytest.param((law, subject, variant), id=name, marks=marks))
+                    if (marks := self.marks(adapter, law, variant)) is not None:
+                        tests.setdefault(tuple(m.name for m in marks), ([], marks))[0].append((law, variant))
+            for names, (tried, marks) in tests.items():
+                cases.append(pytest.param((adapter, tried), id="-".join([adapter.name, *names]), marks=marks))
         metafunc.parametrize("law_case", cases)
 
-    def test_law(self, law_case: tuple[Law, Subject, str]) -> None:
-        """Test one variant of one law; a failure has the smallest case and a script."""
-        law, subject, variant = law_case
-        if (failure := run(law, subject, variant)) is None:
-            return
-        smallest, failure = shrink(subject, failure)
-        case, told = str(failure.trial), str(failure.difference)
-        script = code.script(smallest, failure)
-        result = Result(
-            law.name, law.title, "broken", law.tolerance(subject), case=case, difference=told, detail=law.detail,
-            module=smallest.adapter.name, script=script,
-        )  # fmt: skip
-        raise AssertionError("\n".join(described(result)))
+    def test_laws(self, law_case: tuple[Adapter, list[Tried]]) -> None:
+        """Try all laws on one module; the message names each one that fails, with its smallest case."""
+        adapter, tried = law_case
+        subject = Subject(adapter)
+        if failures := [f for law, variant in tried if (f := run(law, subject, variant)) is not None]:
+            raise AssertionError(_message(subject, failures, len(tried)))
+
+
+def _message(subject: Subject, failures: list[Failure], n: int) -> str:
+    names = ", ".join("-".join(filter(None, (f.law.name, f.variant))) for f in failures)
+    lines = [f"{subject.adapter.name} breaks {len(failures)} of {n} variants of laws: {names}"]
+    for failure in failures:
+        lines += described(failed(failure, subject, SECONDS / len(failures)))
+    return "\n".join(lines)
 
 
 def _plain(adapter: Any) -> Any:

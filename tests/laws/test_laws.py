@@ -99,6 +99,12 @@ SHARING = {
 }
 
 
+# These depend on the class of a module, not on its options.
+ONCE = {"alive", "state-dict", "saved-state", "bounded", "donation-ends", "reset", "full-lengths", "empty-rows"}
+# The first case of each class that is causal or not: what takes long is tried on these.
+SLOWLY = {(type(subject(m := c.build())), m.causal): c.name for c in reversed(CASES) if c.name in EACH}.values()
+
+
 class TestLaws(LawSuite):
     adapters: typing.ClassVar = [case.adapter() for case in [*CASES, *ROTARY]]
 
@@ -122,26 +128,28 @@ class TestLaws(LawSuite):
             if name not in EACH or name == "EncoderDecoder":  # where it trains and where it generates
                 return None
             quick = name in LONG_COMPILED if law.name == "compiled" else adapter.case not in STACKS
-            quick = quick and name not in SHARING
+            quick = quick and name not in SHARING and name in SLOWLY
         elif law.name == "gradients":  # `test_equals_the_definition` compares those of the other options
             # Those of the norm of remembered inputs are compared here alone.
-            quick = name in EACH or name == "Transformer-raw-memories"
+            quick = name in SLOWLY or name == "Transformer-raw-memories"
         elif law.name == "half-precision":
             once = adapter.case in STACKS or isinstance(adapter.case.build(), RecurrentAttention)
             forms = ["long-bfloat16"] if once else ["long-bfloat16", "steps-bfloat16", "long-float16"]
             # Where bins are drawn, rounding is seen most.
             quick = (
                 variant in forms and name not in SHARING
-                if name in EACH
+                if name in SLOWLY
                 else "=bins" in name and variant == "steps-float16"
             )
+        elif law.name in ONCE:
+            quick = name in EACH
         else:  # a state begun in another way has the same slots, all options alike
             quick = name in EACH or variant not in ("kept-initial", "kept-max_len", "donated-initial")
         return [] if quick else [pytest.mark.exhaustive]
 
 
 @pytest.mark.slow
-@each([case for case in CASES if case.name in INDUCTOR], quick=["LinearAttention-chunk_size=4"])
+@each([case for case in CASES if case.name in INDUCTOR], quick=[])
 def test_compiled_by_inductor_equals_eager(case: Case):
     law = Compiled()
     law.backend = "inductor"

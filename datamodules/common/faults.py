@@ -46,6 +46,12 @@ class Faults:
         """The first message. There must be a fault."""
         return next(iter(self._messages.values()))[0]
 
+    @property
+    def counts(self) -> str:
+        """The number of faults of each reason, in one line: `; left out: 3 hidden`. Empty without faults."""
+        counts = ", ".join(f"{count} {reason}" for reason, count in self._counts.items())
+        return f"; left out: {counts}" if counts else ""
+
     def __len__(self) -> int:
         return sum(self._counts.values())
 

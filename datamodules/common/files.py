@@ -9,9 +9,10 @@ from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, BinaryIO, NamedTuple
+from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple
 
 from lit_effattn.datamodules.common.faults import Fault, Faults
+from lit_effattn.datamodules.common.splits import SPLITS
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -95,6 +96,36 @@ def walk(root: Path, suffixes: tuple[str, ...] | None = None) -> Walked:
     return Walked(sorted(files), {reason: sorted(paths) for reason, paths in sorted(left_out.items())})
 
 
+def walk_splits(root: Path, suffixes: tuple[str, ...] | None = None) -> tuple[dict[str, list[Path]], Faults]:
+    """List the files of a folder as `walk` does, by its subfolders train, val and test, and what is left out.
+
+    Without these subfolders all files are under the key "".
+
+    Raises:
+        FileNotFoundError: If there is no such folder.
+        ValueError: If one or two of the three subfolders are missing.
+    """
+    if not root.is_dir():
+        raise FileNotFoundError(f"{shown(root)}: there is no such folder ({shown(root.resolve())})")
+    walked = walk(root, suffixes)
+    if len(missing := [name for name in SPLITS if not (root / name).is_dir()]) == len(SPLITS):
+        return {"": walked.files}, walked.faults
+    if missing:
+        raise ValueError(
+            f"{shown(root.resolve())}: has subfolders train, val or test, but not {' and '.join(missing)}; add what is "
+            "missing, or rename the existing ones to have all files divided"
+        )
+    splits: dict[str, list[Path]] = {name: [] for name in SPLITS}
+    faults = walked.faults
+    for path in walked.files:
+        name = path.relative_to(root).parts[0]
+        if name in splits:
+            splits[name].append(path)
+        else:
+            faults.add(Fault("beside the folders train, val and test", shown(path)))
+    return splits, faults
+
+
 def _not_listed(path: Path, suffixes: tuple[str, ...] | None) -> str | None:
     if path.name.startswith("."):
         return "hidden"
@@ -151,6 +182,11 @@ class Encoding(NamedTuple):
     compressed: bool
     name: str
 
+    @property
+    def in_place(self) -> bool:
+        """Whether the file's bytes are the text's, after a byte-order mark."""
+        return not self.compressed and self.name in ("utf-8", "utf-8-sig")
+
 
 def text_encoding(path: Path) -> Encoding:
     """Recognise a text by its first bytes, whatever its name.
@@ -191,14 +227,16 @@ def open_text(path: Path) -> Iterator[io.TextIOWrapper]:
 
 
 @contextmanager
-def open_utf8(path: Path) -> Iterator["BinaryIO | _Recoded"]:
+def open_utf8(path: Path) -> Iterator[Any]:
     """Open a text as `open_text` does, as bytes in UTF-8. Bytes that are not UTF-8 are returned as they are."""
     encoding = text_encoding(path)
     with _naming(path), _binary(path, encoding) as file:
         if encoding.name == "utf-8-sig":
             file.read(len(codecs.BOM_UTF8))
-        plain = encoding.name in ("utf-8", "utf-8-sig")
-        yield file if plain else _Recoded(io.TextIOWrapper(file, encoding=encoding.name, newline="\n"))
+        if encoding.name.startswith("utf-8"):
+            yield file
+        else:
+            yield _Recoded(io.TextIOWrapper(file, encoding=encoding.name, newline="\n"))
 
 
 def read_text(path: Path) -> str:
@@ -216,12 +254,21 @@ class _Recoded:
 
     def __init__(self, text: io.TextIOWrapper) -> None:
         self._text = text
+        self._offset = 0
+
+    def tell(self) -> int:
+        return self._offset
 
     def read(self, size: int = -1) -> bytes:
-        return self._text.read(size).encode()
+        return self._counted(self._text.read(size))
 
     def readline(self) -> bytes:
-        return self._text.readline().encode()
+        return self._counted(self._text.readline())
+
+    def _counted(self, text: str) -> bytes:
+        utf8 = text.encode()
+        self._offset += len(utf8)
+        return utf8
 
     def __iter__(self) -> Iterator[bytes]:
         return iter(self.readline, b"")

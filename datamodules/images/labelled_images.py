@@ -47,7 +47,7 @@ class LabelledImages(PixelSequences):
             ValueError: If the data set has no classes, or an image of the folder is not in a subfolder.
         """
         if self.dataset == "folder":
-            return _class_folders(self.root, image_sources.folder(self.root))
+            return _class_folders(self.root, image_sources.folder(self.root)[0])
         if self.dataset not in _CLASSES:
             raise ValueError(
                 f"dataset={self.dataset!r} has no classes; choose one of {', '.join(_CLASSES)}, or a folder with a "

@@ -158,7 +158,7 @@ class PixelSequences(DataModule):
         elif self.dataset == "cifar10":
             image_sources.prepare_cifar10(self.root, self.download)
         elif self.dataset == "folder" and self.verify:
-            splits = image_sources.folder(self.root)
+            splits, _ = image_sources.folder(self.root)
             image_sources.verify_images([path for paths in splits.values() for path in paths], self.max_pixels)
 
     def setup(self, stage: str) -> None:
@@ -188,13 +188,13 @@ class PixelSequences(DataModule):
             rank_zero_warn(
                 f"{self.dataset}: {sum(sizes.values()):,} training images in {self.root} instead of {official:,}"
             )
-        if self.dataset == "folder" and (faults := image_sources.unread(self.root)):
+        if self.dataset == "folder" and (faults := image_sources.folder(self.root)[1]):
             rank_zero_warn(f"{self.root}: {len(faults)} left out:\n  {faults}")
 
     def _load(self, test: bool) -> dict[str, Any]:
         """Return a `PixelDataset` for each split."""
         if self.dataset == "folder":
-            paths = image_sources.folder(self.root)
+            paths, _ = image_sources.folder(self.root)
             return {name: ImageFiles(paths[name], self.image_shape, self.n_levels, self.max_pixels) for name in paths}
         native = _KINDS[self.dataset].n_levels
         images = image_sources.images(self.dataset, self.root, test, self.stride)

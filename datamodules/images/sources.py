@@ -15,9 +15,9 @@ from torch import Tensor
 
 from lit_effattn.datamodules.common.archives import unpack_gzip, unpack_tar
 from lit_effattn.datamodules.common.bars import progress_bar
-from lit_effattn.datamodules.common.faults import Fault, Faults
-from lit_effattn.datamodules.common.files import open_image
-from lit_effattn.datamodules.common.splits import SPLITS, fixed_order
+from lit_effattn.datamodules.common.faults import Faults
+from lit_effattn.datamodules.common.files import open_image, walk_splits
+from lit_effattn.datamodules.common.splits import fixed_order
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -206,50 +206,39 @@ def _n_items(path: Path, item: tuple[int, ...]) -> int:
 # Folders of images
 
 
-def folder(root: Path) -> dict[str, list[Path]]:
-    """Return the images of a folder, split by its subfolders train, val and test, or else into a fixed 80/10/10 %.
+def folder(root: Path) -> tuple[dict[str, list[Path]], Faults]:
+    """Return the images of a folder by split, and what is left out.
+
+    The splits are its subfolders train, val and test, or else a fixed 80/10/10 %.
 
     Raises:
         FileNotFoundError: If the folder is missing or has no images.
         ValueError: If one or two of the three subfolders are missing, or there are too few images to split.
     """
-    missing = [name for name in SPLITS if not (root / name).is_dir()]
-    if not missing:
-        return {name: _images_in(root / name) for name in SPLITS}
-    if len(missing) < len(SPLITS):
-        raise ValueError(
-            f"{root}: has subfolders train, val or test, but not {' and '.join(missing)}; "
-            "add what is missing, or put all images into one folder to have them split"
-        )
-    paths = _images_in(root)
+    splits, faults = walk_splits(root, EXTENSIONS)
+    for name, paths in splits.items():
+        if not paths:
+            raise FileNotFoundError(
+                f"{(root / name).resolve()}: no image in it or in its subfolders ({' '.join(EXTENSIONS)})"
+                f"{faults.counts}"
+            )
+    if "" not in splits:
+        return splits, faults
+    paths = splits[""]
     if len(paths) < 10:
-        raise ValueError(f"{root}: {len(paths)} images are too few to split 80/10/10; add some to have at least 10")
+        raise ValueError(
+            f"{root}: {len(paths)} images are too few to split 80/10/10; add some to have at least 10{faults.counts}"
+        )
     # Ordered by the hashes of the names: images keep their relative order when some are added or removed.
     paths = [paths[i] for i in fixed_order(path.relative_to(root).as_posix() for path in paths)]
     held_out = len(paths) // 10
-    return {"test": paths[:held_out], "val": paths[held_out : 2 * held_out], "train": paths[2 * held_out :]}
-
-
-def _images_in(root: Path) -> list[Path]:
-    suffixes = " ".join(EXTENSIONS)
-    if not root.is_dir():
-        raise FileNotFoundError(f"{root.resolve()}: no such folder; root must name one with images ({suffixes})")
-    # File managers leave files whose names begin with a dot; they are not images.
-    paths = [p for p in root.rglob("*") if p.suffix.lower() in EXTENSIONS and not p.name.startswith(".")]
-    if not paths:
-        raise FileNotFoundError(f"{root.resolve()}: no image in it or in its subfolders ({suffixes})")
-    return sorted(paths, key=lambda path: path.relative_to(root).as_posix())
-
-
-def unread(root: Path) -> Faults:
-    """Return the files of a folder of images that are not read, by suffix. Hidden files are not counted."""
-    paths = (p for p in sorted(root.rglob("*")) if p.suffix.lower() not in EXTENSIONS and not p.name.startswith("."))
-    remedy = f"not one of {' '.join(EXTENSIONS)}; convert it if it is an image"
-    return Faults(Fault(p.suffix.lower() or "without suffix", f"{p}: {remedy}") for p in paths if p.is_file())
+    return {"test": paths[:held_out], "val": paths[held_out : 2 * held_out], "train": paths[2 * held_out :]}, faults
 
 
 def read_image(path: Path, image_size: int, channels: int, max_pixels: int = MAX_PIXELS) -> Tensor:
-    """Read an image: its centre square, resized with antialiasing, without transparency.
+    """Read an image: its centre square, resized with antialiasing.
+
+    Transparent pixels show a white background. 16-bit grey values are divided by 256.
 
     Args:
         path: The file.
@@ -273,20 +262,39 @@ def read_image(path: Path, image_size: int, channels: int, max_pixels: int = MAX
 
 
 def _decode(path: Path, channels: int, max_pixels: int) -> "Image":
-    from PIL import Image, ImageOps
+    from PIL import ImageOps
 
     try:
         with open_image(path) as file:
             if file.width * file.height > max_pixels:  # from the header, before decoding
                 raise ValueError(f"{file.width} × {file.height} pixels are more than max_pixels={max_pixels}")
             image = ImageOps.exif_transpose(file)
-            if image.mode == "F":
-                raise ValueError("its pixels are floating-point numbers; save it with 8 or 16 bits a channel")
-            if image.mode.startswith("I"):  # 16 bits: `convert` would clip at 255
-                image = Image.fromarray((np.asarray(image) // 256).astype(np.uint8))
-            return image.convert("L" if channels == 1 else "RGB")
+            return _flat(image, file.format).convert("L" if channels == 1 else "RGB")
     except Exception as error:  # Pillow's decoders raise many types of exceptions on a broken file
         raise ValueError(f"{path}: not a readable image ({error}); remove it or replace it") from error
+
+
+def _flat(image: "Image", file_format: str | None) -> "Image":
+    """Return an image of 8 bits a channel, with its transparent pixels on a white background.
+
+    Raises:
+        ValueError: If its grey values are not 8 or 16 bits without sign.
+    """
+    from PIL import Image
+
+    if image.mode == "F" or (image.mode, file_format) == ("I", "TIFF"):  # 16 bits without sign are I;16
+        raise ValueError(
+            "its grey values are signed, floating-point or have 32 bits; save it with 8 or 16 bits a channel"
+        )
+    if image.mode.startswith("I"):  # 16 bits: `convert` would clip at 255
+        values = np.asarray(image)
+        if 0 < (high := values.max()) < 256:
+            raise ValueError(f"its grey values have 16 bits, but none is above {high}; save it with 8 bits a channel")
+        return Image.fromarray((values // 256).astype(np.uint8))
+    if image.has_transparency_data:
+        image = image.convert("RGBA")
+        return Image.alpha_composite(Image.new("RGBA", image.size, "white"), image)
+    return image
 
 
 def verify_images(paths: Sequence[Path], max_pixels: int = MAX_PIXELS) -> None:

@@ -1,6 +1,5 @@
 """Tokenization of a text larger than memory into a prepared folder, in parallel and resumable."""
 
-import gzip
 import hashlib
 import json
 import math
@@ -8,7 +7,6 @@ import multiprocessing
 import os
 import signal
 import threading
-import zlib
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
@@ -18,7 +16,7 @@ from typing import Any, NamedTuple
 
 from lit_effattn.checks import at_least
 from lit_effattn.datamodules.common.faults import Fault, Faults
-from lit_effattn.datamodules.common.files import regular
+from lit_effattn.datamodules.common.files import open_utf8, regular, shown, text_encoding, walk_splits
 from lit_effattn.datamodules.common.json_data import parse_json
 from lit_effattn.datamodules.text.sources import Document
 from lit_effattn.datamodules.text.text_stream import saved_tokenizer
@@ -81,14 +79,16 @@ def prepare(
     one, and repeats unfinished shards only. The files do not depend on the number of workers, nor on interruptions.
 
     Args:
-        source: A file, or a folder with its subfolders. Each .txt is a document, and so is each line of a .jsonl, an
-            object with the text in `field`. Either may be compressed (.gz).
+        source: A file, or a folder with its subfolders, of which train, val and test are the splits. Each .txt is a
+            document, and so is each line of a .jsonl, an object with the text in `field`. Either may be compressed
+            (.gz), or begin with a byte-order mark of UTF-8, UTF-16 or UTF-32.
         folder: The folder to make.
-        tokens: As for `TextStream`. Characters, words and bpe are learnt from the beginnings of all shards.
+        tokens: As for `TextStream`. Characters, words and bpe are learnt from the beginnings of all shards; if
+            there are splits, of those of train.
         vocab_size: As for `TextStream`.
         tokenizer_of: As for `TextStream`, in place of `tokens` and `vocab_size`.
         field: Name of the text in a .jsonl.
-        held_out: Of so many documents one is for validation and one for test.
+        held_out: Of so many documents one is for validation and one for test, unless subfolders are the splits.
         shard_bytes: Bytes of input for a shard. Files are not divided, except a .jsonl that is not compressed.
         learn_bytes: Bytes of text to learn a vocabulary from.
         workers: Number of processes; 1: this one.
@@ -108,60 +108,77 @@ def prepare(
     given = None if tokenizer_of is None else saved_tokenizer(tokenizer_of)
     root = source if source.is_dir() else source.parent
     names, left_out = _inputs(source)
+    held_out_of = None if "train" in names else held_out
     plan: dict[str, Any] = {
         "format": FORMAT,
         "settings": {
             "tokens": tokens if given is None else given.kind,
             "vocab_size": vocab_size,
             "tokenizer_of": None if given is None else hashlib.sha256(given.to_json().encode()).hexdigest(),
-            **{"field": field, "held_out": held_out, "shard_bytes": shard_bytes, "learn_bytes": learn_bytes},
+            **{"field": field, "held_out": held_out_of, "shard_bytes": shard_bytes, "learn_bytes": learn_bytes},
         },
-        "files": {name: [(root / name).stat().st_size, (root / name).stat().st_mtime_ns] for name in names},
+        "files": {
+            name: [(root / name).stat().st_size, (root / name).stat().st_mtime_ns]
+            for of_split in names.values()
+            for name in of_split
+        },
     }
-    shards = _shards({name: size for name, (size, _) in plan["files"].items()}, shard_bytes)
+    sizes = {split: {name: plan["files"][name][0] for name in of_split} for split, of_split in names.items()}
+    divisible = {name for name in plan["files"] if _is_lines(name) and text_encoding(root / name).in_place}
+    of_shards = [(split, parts) for split in names for parts in _shards(sizes[split], divisible, shard_bytes)]
+    splits = None if held_out_of else [split for split, _ in of_shards]
     from filelock import FileLock, Timeout
 
     folder.mkdir(parents=True, exist_ok=True)
     try:
         with FileLock(folder / ".lock", timeout=0):
             _start_or_resume(folder, plan)
-            work = [_Work(root, folder, field, number, parts) for number, parts in enumerate(shards)]
+            work = [_Work(root, folder, field, number, parts) for number, (_, parts) in enumerate(of_shards)]
             if not (folder / TOKENIZER).is_file():
-                tokenizer = given or KINDS[tokens].learn(_sample(work, KINDS[tokens], learn_bytes), vocab_size)
+                learnt_from = [
+                    shard for shard, (split, _) in zip(work, of_shards, strict=True) if split in ("", "train")
+                ]
+                tokenizer = given or KINDS[tokens].learn(_sample(learnt_from, KINDS[tokens], learn_bytes), vocab_size)
                 write_text(folder / TOKENIZER, tokenizer.to_json())
             _make_all(work, workers)
-            return write_manifest(folder, _tokenizer(folder), plan["settings"], len(shards)), left_out
+            settings = {**plan["settings"], "splits": splits}
+            return write_manifest(folder, _tokenizer(folder), settings, len(of_shards)), left_out
     except Timeout as error:
         raise ValueError(
             f"{folder} is being prepared by another process; wait for it, or use another folder"
         ) from error
 
 
-def _inputs(source: Path) -> tuple[list[str], Faults]:
-    """Return the names of the files to read, relative to their folder, and the files that are left out."""
-    if not source.exists():
-        raise FileNotFoundError(f"{source}: there is no such file or folder")
-    left_out, names = Faults(), []
-    root = source if source.is_dir() else source.parent
-    for path in [source] if source.is_file() else sorted(source.rglob("*")):
-        name = path.relative_to(root).as_posix()
-        if not path.is_file() or any(part.startswith(".") for part in name.split("/")):
-            continue
-        if not name.endswith(SUFFIXES):
-            left_out.add(Fault(path.suffix or "without suffix", f"{path}: does not end in {', '.join(SUFFIXES)}"))
-        elif path.stat().st_size:
-            names.append(name)
-    if not names:
-        raise FileNotFoundError(f"{source}: there is no file with text in it that ends in {', '.join(SUFFIXES)}")
-    return names, left_out
+def _inputs(source: Path) -> tuple[dict[str, list[str]], Faults]:
+    """Return by split the names of the files to read, relative to their folder, and what is left out.
+
+    Without subfolders train, val and test, the names are under the key "".
+    """
+    if source.is_file():
+        named = [source] if source.name.lower().endswith(SUFFIXES) else []
+        source, paths, faults = source.parent, {"": named}, Faults()
+    else:
+        paths, faults = walk_splits(source, SUFFIXES)
+    names: dict[str, list[str]] = {split: [] for split in paths}
+    for split, of_split in paths.items():
+        for path in of_split:
+            if path.stat().st_size:
+                names[split].append(path.relative_to(source).as_posix())
+            else:
+                faults.add(Fault("empty", shown(path)))
+        if not names[split]:
+            raise FileNotFoundError(
+                f"{source / split}: there is no file with text in it that ends in {', '.join(SUFFIXES)}{faults.counts}"
+            )
+    return names, faults
 
 
-def _shards(sizes: dict[str, int], shard_bytes: int) -> list[list[Part]]:
+def _shards(sizes: dict[str, int], divisible: set[str], shard_bytes: int) -> list[list[Part]]:
     """Divide the files into shards of about `shard_bytes`; several small files share one."""
     shards: list[list[Part]] = []
     filled = math.inf
     for name, size in sizes.items():
-        step = shard_bytes if name.endswith(".jsonl") else size
+        step = shard_bytes if name in divisible else size
         for start in range(0, size, step):
             part = Part(name, start, min(start + step, size))
             if filled + part.stop - part.start > shard_bytes:
@@ -170,6 +187,10 @@ def _shards(sizes: dict[str, int], shard_bytes: int) -> list[list[Part]]:
             shards[-1].append(part)
             filled += part.stop - part.start
     return shards
+
+
+def _is_lines(name: str) -> bool:
+    return name.lower().removesuffix(".gz").endswith(".jsonl")
 
 
 def _start_or_resume(folder: Path, plan: dict[str, Any]) -> None:
@@ -267,7 +288,7 @@ def _documents(work: _Work, digest: Any) -> Iterator[Document]:
     """Yield a shard's documents, and update `digest`, a hash, with the input that is read."""
     for part in work.parts:
         path = work.root / part.name
-        if not part.name.removesuffix(".gz").endswith(".jsonl"):
+        if not _is_lines(part.name):
             yield Document(str(path), 0, partial(_blocks, path, digest))
             continue
         for offset, line in _lines(path, part):
@@ -277,35 +298,21 @@ def _documents(work: _Work, digest: Any) -> Iterator[Document]:
 
 
 def _blocks(path: Path, digest: Any) -> Iterator[bytes]:
-    with _opened(path) as file:
-        while block := _read(path, partial(file.read, _BLOCK)):
+    with open_utf8(path) as file:
+        while block := file.read(_BLOCK):
             digest.update(block)
             yield block
 
 
 def _lines(path: Path, part: Part) -> Iterator[tuple[int, bytes]]:
-    """Yield the lines of a part, each with its offset in the uncompressed file."""
-    stop = math.inf if path.suffix == ".gz" else part.stop
-    with _opened(path) as file:
-        offset = part.start
-        if offset:  # a line that begins before `offset` belongs to the previous part
-            file.seek(offset - 1)
-            offset += len(file.readline()) - 1
-        while offset < stop and (line := _read(path, file.readline)):
+    """Yield the lines of a part, each with its offset in the file as UTF-8."""
+    stop = part.stop if text_encoding(path).in_place else math.inf
+    with open_utf8(path) as file:
+        if part.start:  # a line that begins before `start` belongs to the previous part
+            file.seek(part.start - 1)
+            file.readline()
+        while (offset := file.tell()) < stop and (line := file.readline()):
             yield offset, line
-            offset += len(line)
-
-
-def _opened(path: Path) -> Any:
-    return gzip.open(path) if path.suffix == ".gz" else path.open("rb")
-
-
-def _read(path: Path, read: Any) -> bytes:
-    try:
-        content: bytes = read()
-    except (EOFError, zlib.error, gzip.BadGzipFile) as error:
-        raise ValueError(f"{path} is damaged: {error}; replace it, and start again in another folder") from error
-    return content
 
 
 def _text(line: bytes, field: str, path: Path, offset: int) -> bytes:

@@ -1,7 +1,9 @@
 """Sources of text: documents with fixed splits for training, validation and test."""
 
 import sysconfig
+from codecs import BOM_UTF8
 from collections.abc import Callable, Iterable, Iterator
+from fnmatch import fnmatchcase
 from functools import partial
 from importlib.util import find_spec
 from itertools import accumulate, pairwise
@@ -12,6 +14,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from lit_effattn.datamodules.common.archives import unpack_zip
 from lit_effattn.datamodules.common.faults import Fault, Faults
+from lit_effattn.datamodules.common.files import shown, text_encoding, walk_splits
 from lit_effattn.datamodules.common.python_library import library_files
 from lit_effattn.datamodules.common.splits import HELD_OUT, SPLITS, fixed_order
 
@@ -85,9 +88,10 @@ def one_file(name: str, path: Path, *, whole_characters: bool, max_bytes: int | 
     Raises:
         ValueError: If the file is too short to be divided.
     """
-    size = path.stat().st_size
+    start = _start(path)
+    size = path.stat().st_size - start
     size = size if max_bytes is None else min(size, max_bytes)
-    borders = [0, size * (HELD_OUT - 2) // HELD_OUT, size * (HELD_OUT - 1) // HELD_OUT, size]
+    borders = [start + size * twentieths // HELD_OUT for twentieths in (0, HELD_OUT - 2, HELD_OUT - 1, HELD_OUT)]
     if whole_characters:
         borders = [_next_character(path, border) for border in borders]
     if size < HELD_OUT:
@@ -154,7 +158,7 @@ def files(root: Path, glob: str, *, whole_characters: bool) -> TextSource:
     """Return a single file, divided 90/5/5, or a folder with each of its files as a document.
 
     A folder's subfolders train, val and test are the splits. Otherwise its files are divided by name, 90/5/5 %, with at
-    least one file for validation and one for test. Empty and hidden files are left out.
+    least one file for validation and one for test. `unread` returns what is left out.
 
     Raises:
         FileNotFoundError: If there is no such file or folder, or no file matches.
@@ -162,55 +166,70 @@ def files(root: Path, glob: str, *, whole_characters: bool) -> TextSource:
     """
     if root.is_file():
         return one_file("files", root, whole_characters=whole_characters)
-    if not root.is_dir():
+    if not root.exists():
         raise FileNotFoundError(f"root={str(root)!r}: there is no such folder or file ({root.resolve()})")
-    subfolders = [name for name in SPLITS if (root / name).is_dir()]
-    if len(subfolders) == len(SPLITS):
-        return _source("files", root, {name: _some_files(root / name, glob, name) for name in SPLITS})
-    if subfolders:
-        missing = " and ".join(name for name in SPLITS if name not in subfolders)
-        raise ValueError(
-            f"{root.resolve()}: has a subfolder {' and '.join(subfolders)}, but not {missing}; add what is "
-            "missing, or rename the existing ones to have all files divided"
-        )
-    return _source("files", root, _split_by_name(_some_files(root, glob)))
+    paths, faults = _matching(root, glob)
+    splits = {name: _non_empty(of_split, root) for name, of_split in paths.items()}
+    for name, parts in splits.items():
+        if not parts:
+            raise FileNotFoundError(
+                f"{(root / name).resolve()}: no file with text in it matches glob={glob!r}; '**/*.txt' finds all that "
+                f"end in .txt{faults.counts}"
+            )
+    return _source("files", root, _split_by_name(splits[""]) if "" in splits else splits)
 
 
 def unread(root: Path, glob: str) -> Faults:
-    """Return the files in a folder that `files` leaves out: empty ones, and those that do not match, by suffix.
+    """Return the files in a folder that `files` leaves out: also those that are empty or do not match."""
+    return Faults() if root.is_file() else _matching(root, glob)[1]
 
-    Hidden files are not counted.
+
+def _matching(root: Path, glob: str) -> tuple[dict[str, list[Path]], Faults]:
+    """Return the files with text by split, and what is left out."""
+    splits, faults = walk_splits(root)
+    matching: dict[str, list[Path]] = {name: [] for name in splits}
+    for name, paths in splits.items():
+        for path in paths:
+            if not _matches(path.relative_to(root / name).parts, Path(glob).parts):
+                faults.add(Fault(f"not like glob={glob!r}", shown(path)))
+            elif path.stat().st_size:
+                matching[name].append(path)
+            else:
+                faults.add(Fault("empty", shown(path)))
+    return matching, faults
+
+
+def _matches(names: tuple[str, ...], patterns: tuple[str, ...]) -> bool:
+    """Return whether a path matches a pattern of `pathlib`, in which `**` stands for any number of folders."""
+    if not (names and patterns):
+        return not names and patterns in ((), ("**",))
+    if patterns[0] == "**":
+        return _matches(names, patterns[1:]) or _matches(names[1:], patterns)
+    return fnmatchcase(names[0], patterns[0]) and _matches(names[1:], patterns[1:])
+
+
+def _non_empty(paths: Iterable[Path], root: Path) -> list[_Part]:
+    return sorted(part for path in paths if (part := _whole(path, root)).stop > part.start)
+
+
+def _whole(path: Path, root: Path) -> _Part:
+    return _Part(path, path.relative_to(root).as_posix(), _start(path), path.stat().st_size)
+
+
+def _start(path: Path) -> int:
+    """Return the offset of a file's text, after a byte-order mark of UTF-8.
+
+    Raises:
+        ValueError: If it is not a text, or has to be unpacked or decoded.
     """
-    folders = [root / name for name in SPLITS if (root / name).is_dir()] or [root]
-    matching = {path for folder in folders for path in folder.glob(glob)}
-    faults = Faults()
-    for path in sorted(root.rglob("*")):
-        if not path.is_file() or any(name.startswith(".") for name in path.relative_to(root).parts):
-            continue
-        if path not in matching:
-            faults.add(Fault(path.suffix.lower() or "without suffix", f"{path}: does not match glob={glob!r}"))
-        elif not path.stat().st_size:
-            faults.add(Fault("empty", f"{path}: has no text"))
-    return faults
-
-
-def _some_files(root: Path, glob: str, under: str = "") -> list[_Part]:
-    # File managers and version control leave files whose names begin with a dot.
-    visible = {path for path in root.glob(glob) if not any(n.startswith(".") for n in path.relative_to(root).parts)}
-    files = _non_empty(visible, root, under)
-    if not files:
-        raise FileNotFoundError(
-            f"{root.resolve()}: no file with text in it matches glob={glob!r}; '**/*.txt' finds all that end in .txt"
+    encoding = text_encoding(path)
+    if not encoding.in_place:
+        how = "compressed with gzip" if encoding.compressed else encoding.name.upper()
+        raise ValueError(
+            f"{shown(path)}: it is {how}, which is not read in place; convert it to UTF-8, or let `lit-effattn data "
+            "prepare` read it, then use source='prepared'"
         )
-    return files
-
-
-def _non_empty(paths: Iterable[Path], root: Path, under: str = "") -> list[_Part]:
-    return sorted(part for path in paths if path.is_file() and (part := _whole(path, root, under)).stop)
-
-
-def _whole(path: Path, root: Path, under: str = "") -> _Part:
-    return _Part(path, (under / path.relative_to(root)).as_posix(), 0, path.stat().st_size)
+    return len(BOM_UTF8) if encoding.name == "utf-8-sig" else 0
 
 
 def _split_by_name(files: list[_Part], max_bytes: int | None = None) -> dict[str, list[_Part]]:

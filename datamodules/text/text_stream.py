@@ -88,7 +88,8 @@ class TextStream(DataModule):
         num_workers: Worker processes that load data; 0: none.
         root: enwik8, text8, wikitext103: folder of the files; default: data, data, data/wikitext-103.
             files, prepared: the folder (or file); required.
-        glob: files: pattern of the files in a folder; default: `**/*.txt`. Empty and hidden files are left out.
+        glob: files: pattern of the files in a folder; default: `**/*.txt`. Others, hidden files and empty ones are left
+            out, counted and named.
         path: huggingface: name or folder of the data set; required.
         subset: huggingface: configuration of the data set, if it has several.
         column: huggingface: column of the text; default: text.

@@ -10,8 +10,8 @@
 | manifest.json | type of a token, splits, and all shards' counts and checksums; written last |
 | plan.json | `lit-effattn data prepare`: the settings, the input files, and the parts of them that each shard holds |
 
-A prepared folder has any number of shards, and its texts are divided into splits by their position. A cached folder has
-one shard for each split.
+Each shard belongs to one split, or, in a folder that was prepared from files without splits, texts are divided into
+splits by their position.
 """
 
 import hashlib
@@ -52,9 +52,9 @@ class Shard:
             from `borders[1, i]` to before `borders[1, i + 1]`.
     """
 
-    def __init__(self, folder: Path, number: int, dtype: np.dtype[Any]) -> None:
+    def __init__(self, folder: Path, number: int, dtype: np.dtype[Any], borders: np.ndarray) -> None:
         self.tokens = np.memmap(shard_path(folder, number, ".bin"), dtype, mode="r")
-        self.borders = np.load(shard_path(folder, number, ".npy"), mmap_mode="r")
+        self.borders = borders
         self._path = shard_path(folder, number, ".utf8")
 
     def lengths(self) -> np.ndarray:
@@ -137,8 +137,8 @@ def write_manifest(folder: Path, tokenizer: Tokenizer, settings: dict[str, Any],
     Args:
         folder: Folder of the store, with its shards.
         tokenizer: Tokenizer of the texts.
-        settings: Plain data, with `splits`, the split of each shard; or `held_out`: of so many texts one is for test
-            and one for validation.
+        settings: Plain data, with `splits`, the split of each shard; or with `splits` None and `held_out`: of so many
+            texts one is for test and one for validation.
         n_shards: Number of shards.
     """
     shards = [parse_json(shard_path(folder, number, ".json").read_text()) for number in range(n_shards)]
@@ -170,8 +170,8 @@ def _close(file: Any) -> None:
 class TokenStore:
     """The tokens of a folder by split.
 
-    In a prepared folder, of every `held_out` texts, in the order of the input, the first is for test and the second for
-    validation.
+    In a folder prepared from files without splits, of every `held_out` texts, in the order of the input, the first is
+    for test and the second for validation.
 
     Args:
         folder: The folder.
@@ -204,7 +204,9 @@ class TokenStore:
                 settings, self._sizes = about["settings"], [shard["n_tokens"] for shard in about["shards"]]
                 self._splits = settings.get("splits")
                 self._held_out = settings["held_out"] if self._splits is None else 1
-                if self._splits is not None and (list(self._splits), len(self._sizes)) != (list(SPLITS), len(SPLITS)):
+                if self._splits is not None and (
+                    len(self._splits) != len(self._sizes) or sorted({*self._splits}) != sorted(SPLITS)
+                ):
                     raise ValueError(self._splits)
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise self._damaged(path) from error
@@ -223,7 +225,7 @@ class TokenStore:
     @cached_property
     def tokenizer(self) -> Tokenizer:
         """The tokenizer of the tokens."""
-        return Tokenizer.from_spec((self.folder / TOKENIZER).read_text(encoding="utf-8"))
+        return Tokenizer.from_spec(regular(self.folder / TOKENIZER).read_text(encoding="utf-8"))
 
     def n_tokens(self, split: str) -> int:
         """Return the number of tokens in a split."""
@@ -254,29 +256,40 @@ class TokenStore:
             lengths.append(np.diff(borders[0])[selected[name]])
             offset += int(borders[0, -1])
         if not sum(map(len, begins)):
-            raise ValueError(
-                f"root={str(self.folder)!r} has no documents in its split {name!r}: of {self._held_out} documents one "
-                "is for validation and one for test; prepare more, or with a smaller --held_out, in another folder"
-            )
+            why = "its files have no text"
+            if self._splits is None:
+                why = (
+                    f"of {self._held_out} documents one is for validation and one for test; prepare more, or with a "
+                    "smaller --held_out, in another folder"
+                )
+            raise ValueError(f"root={str(self.folder)!r} has no documents in its split {name!r}: {why}")
         paths = [shard_path(self.folder, number, ".bin") for number in range(len(self._sizes))]
         tokens = MappedTokens(paths, self._sizes, self._dtype)
         return Documents(tokens, np.concatenate(begins), np.concatenate(lengths))
 
     def shard(self, split: str) -> Shard:
         """Open the shard of a split, in a store with one shard for each."""
-        return Shard(self.folder, self._splits.index(split), self._dtype)
+        number = self._splits.index(split)
+        return Shard(self.folder, number, self._dtype, self._borders(number))
+
+    def _borders(self, number: int) -> np.ndarray:
+        """Return the (2, texts + 1) borders of a shard, which rise from 0 to the shard's number of tokens."""
+        path = shard_path(self.folder, number, ".npy")
+        try:
+            borders = np.load(regular(path), mmap_mode="r", allow_pickle=False)
+        except (OSError, ValueError, EOFError) as error:
+            raise self._damaged(path) from error
+        if borders.dtype != np.int64 or borders.ndim != 2 or len(borders) != 2 or not borders.shape[1]:
+            raise self._damaged(path)
+        if borders[:, 0].any() or borders[0, -1] != self._sizes[number] or (np.diff(borders) < 0).any():
+            raise self._damaged(path)
+        return borders
 
     def _indices(self) -> Iterator[tuple[np.ndarray, dict[str, Any]]]:
         """Yield each shard's (2, documents + 1) borders, and by split an index of its documents."""
         before = 0
-        for number, size in enumerate(self._sizes):
-            path = shard_path(self.folder, number, ".npy")
-            try:
-                borders = np.load(path, mmap_mode="r", allow_pickle=False)
-            except (OSError, ValueError, EOFError) as error:
-                raise self._damaged(path) from error
-            if borders.dtype != np.int64 or borders.ndim != 2 or len(borders) != 2 or borders[0, -1] != size:
-                raise self._damaged(path)
+        for number in range(len(self._sizes)):
+            borders = self._borders(number)
             if self._splits is not None:
                 yield borders, {split: slice(None if split == self._splits[number] else 0) for split in SPLITS}
                 continue

@@ -502,7 +502,9 @@ def test_folder_is_split_by_names(tmp_path):
     (tmp_path / "notes.txt").write_text("no image")
     (tmp_path / "._000.png").write_text("no image either")
     (tmp_path / "odd" / "a.HEIC").write_text("not read")
-    with pytest.warns(match=r"2 left out:\n  1 .txt:\n.*notes.txt: not one of .*\n  1 .heic:"):
+    with pytest.warns(
+        match=r"3 left out:\n  1 ending in .heic:\n.*a.HEIC\n  1 ending in .txt:\n.*notes.txt\n  1 hidden:\n.*_00"
+    ):
         data = ready(dataset="folder", root=str(tmp_path), image_size=8, batch_size=4)
     assert {name: len(split) for name, split in data.splits.items()} == {"train": 24, "val": 3, "test": 3}
     paths = [path for split in data.splits.values() for path in split.paths]
@@ -550,11 +552,36 @@ def test_unusual_images(tmp_path):
     Image.fromarray(deep.astype(np.float32)).save(tmp_path / "float.tif")
     with pytest.raises(ValueError, match=r"float\.tif: .*8 or 16 bits"):
         image_sources.read_image(tmp_path / "float.tif", 4, 1)
+    for name, values, message in (
+        ("signed.tif", deep.astype(np.int32) - 4096, "signed"),  # modulo 256, -4096 // 256 would be 240
+        ("long.tif", deep.astype(np.int32) * 256, "32 bits"),
+        ("shallow.png", np.arange(16, dtype=np.uint16).reshape(4, 4), "none is above 15"),
+    ):
+        Image.fromarray(values).save(tmp_path / name)
+        with pytest.raises(ValueError, match=rf"{name}: .*{message}.*8.* bits a channel"):
+            image_sources.read_image(tmp_path / name, 4, 1)
+    Image.fromarray(np.zeros((4, 4), np.uint16)).save(tmp_path / "black.png")
+    assert not image_sources.read_image(tmp_path / "black.png", 4, 1).any()
     turned = np.arange(16, dtype=np.uint8).reshape(4, 4)
     exif = Image.Exif()
     exif[0x0112] = 3  # upside down
     Image.fromarray(turned).save(tmp_path / "turned.png", exif=exif)
     assert image_sources.read_image(tmp_path / "turned.png", 4, 1).flatten().tolist() == list(range(15, -1, -1))
+
+
+def test_transparent_pixels_are_white(tmp_path):
+    alpha = np.array([[0, 255], [51, 0]], np.uint8)
+    black = np.dstack([np.zeros((2, 2, 3), np.uint8), alpha])
+    white_behind = [[255, 0], [204, 255]]  # alpha · 0 + (1 − alpha) · 255
+    Image.fromarray(black).save(tmp_path / "rgba.png")
+    Image.fromarray(black[..., 2:]).save(tmp_path / "la.png")
+    palette = Image.fromarray(np.array([[0, 1], [1, 0]], np.uint8), "P")
+    palette.putpalette([0] * 768)
+    palette.save(tmp_path / "palette.png", transparency=0)
+    for channels in (1, 3):
+        for name, expected in (("rgba", white_behind), ("la", white_behind), ("palette", [[255, 0], [0, 255]])):
+            image = image_sources.read_image(tmp_path / f"{name}.png", 2, channels)
+            assert image.tolist() == np.repeat(np.array(expected)[..., None], channels, 2).tolist(), name
 
 
 def test_broken_image_is_named(tmp_path):
@@ -591,7 +618,7 @@ def test_folders_without_enough_images(tmp_path):
     options = {"dataset": "folder", "image_size": 8}
     with pytest.raises(FileNotFoundError, match=f"{tmp_path}: no image in it .*png"):
         ready(root=str(tmp_path), **options)
-    with pytest.raises(FileNotFoundError, match=r"nowhere: no such folder.*png"):
+    with pytest.raises(FileNotFoundError, match=r"nowhere: there is no such folder"):
         ready(root=str(tmp_path / "nowhere"), **options)
     write_images(tmp_path, 9)
     with pytest.raises(ValueError, match=f"{tmp_path}: 9 images are too few"):

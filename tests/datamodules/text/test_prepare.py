@@ -59,7 +59,8 @@ def test_the_tokens_of_all_documents_in_order(source, tmp_path, shard_bytes):
     store = TokenStore(tmp_path / "out")
     assert store.n_bytes("test") == store.n_tokens("test") == sum(len(line.encode()) for line in LINES[::7])
     assert about["n_documents"] == 60
-    assert "1 .me:" in str(left_out)
+    assert "1 ending in .me:" in str(left_out)
+    assert left_out.counts == "; left out: 1 ending in .me, 1 hidden, 1 empty"
     assert (len(about["shards"]) == 1) == (shard_bytes == 10**6)
     written = b"".join(content for name, content in files(tmp_path / "out").items() if name.endswith(".bin"))
     assert written == "".join(LINES).encode()
@@ -81,14 +82,14 @@ def test_a_part_that_begins_with_a_line_has_it(tmp_path):
 
 
 def test_small_files_share_a_shard_as_long_as_they_fit():
-    shards = module._shards({"a.txt": 4, "b.txt": 4, "c.txt": 9, "d.jsonl": 11, "e.txt": 1, "f.txt": 30}, 10)
+    shards = module._shards({"a": 4, "b": 4, "c": 9, "d": 11, "e": 1, "f": 30}, {"d"}, 10)
     names = [[(part.name, part.start, part.stop) for part in shard] for shard in shards]
     assert names == [
-        [("a.txt", 0, 4), ("b.txt", 0, 4)],
-        [("c.txt", 0, 9)],
-        [("d.jsonl", 0, 10)],
-        [("d.jsonl", 10, 11), ("e.txt", 0, 1)],
-        [("f.txt", 0, 30)],
+        [("a", 0, 4), ("b", 0, 4)],
+        [("c", 0, 9)],
+        [("d", 0, 10)],
+        [("d", 10, 11), ("e", 0, 1)],
+        [("f", 0, 30)],
     ]
 
 
@@ -98,7 +99,7 @@ def test_a_vocabulary_is_learnt_from_all_shards(tmp_path):
     size = len(jsonl(["00"]))
     work = [
         module._Work(tmp_path, tmp_path, "text", number, parts)
-        for number, parts in enumerate(module._shards({"x.jsonl": 12 * size}, 4 * size))
+        for number, parts in enumerate(module._shards({"x.jsonl": 12 * size}, {"x.jsonl"}, 4 * size))
     ]
     assert list(module._sample(work, KINDS["characters"], 6)) == ["00", "04", "08"]
     assert list(module._sample(work, KINDS["characters"], 12)) == [lines[i] for i in (0, 1, 4, 5, 8, 9)]
@@ -183,7 +184,11 @@ def test_other_settings_or_input_are_refused(source, tmp_path):
         ("x.jsonl", b'{"text": "a"}\nno\n', r"x.jsonl: the line at byte 14: Expecting value.*correct it"),
         ("x.jsonl", b'{"body": "a"}\n', r"the line at byte 0: its field 'text' must be a text"),
         ("x.jsonl", b'{"text": "\\ud800"}\n', r"the line at byte 0: .*surrogates"),
-        ("x.txt.gz", gzip.compress(b"abc" * 999, mtime=0)[:-9], r"x.txt.gz is damaged: Compressed file ended"),
+        (
+            "x.txt.gz",
+            gzip.compress(b"abc" * 999, mtime=0)[:-9],
+            r"x.txt.gz: its compression is damaged \(Compressed file ended",
+        ),
         ("x.md", b"a", r"no file with text in it that ends in .txt"),
     ],
 )
@@ -193,10 +198,35 @@ def test_what_cannot_be_read_is_named(tmp_path, name, content, message):
         prepare(tmp_path / name, tmp_path / "out")
 
 
+def test_subfolders_are_the_splits_and_files_are_decoded(tmp_path):
+    """Shards of several files a split; the vocabulary is that of train."""
+    for split, lines in (("train", LINES[:9]), ("val", LINES[9:12]), ("test", LINES[12:20])):
+        folder = tmp_path / "in" / split
+        folder.mkdir(parents=True)
+        (folder / "1.jsonl").write_text(jsonl([*lines[:-3], ""]), encoding="utf-8-sig")
+        (folder / "2.jsonl").write_text(jsonl(lines[-3:-2]), encoding="utf-16")
+        (folder / "3.txt").write_text(lines[-2], encoding="utf-32")
+        (folder / "4.jsonl.gz").write_bytes(gzip.compress(jsonl(lines[-1:]).encode("utf-16")))
+    (tmp_path / "in" / "more").mkdir()
+    (tmp_path / "in" / "more" / "a.txt").write_text("beside")
+    about, left_out = prepare(tmp_path / "in", tmp_path / "out", tokens="characters", shard_bytes=100)
+    assert len(about["shards"]) > 9
+    assert left_out.counts == "; left out: 1 beside the folders train, val and test"
+    assert texts(tmp_path / "out", "train") == LINES[:9]
+    known = {*"".join(LINES[:9])}
+    for split, lines in (("val", LINES[9:12]), ("test", LINES[12:20])):
+        expected = ["".join(c if c in known else "\ufffd" for c in line) for line in lines]
+        assert texts(tmp_path / "out", split) == expected
+    prepare(tmp_path / "in", tmp_path / "out", tokens="characters", shard_bytes=100)  # finished: as it is
+    (tmp_path / "in" / "test").rename(tmp_path / "in" / "other")
+    with pytest.raises(ValueError, match="has subfolders train, val or test, but not test"):
+        prepare(tmp_path / "in", tmp_path / "again")
+
+
 def test_damaged_and_missing_folders(source, tmp_path):
     with pytest.raises(FileNotFoundError, match=r"nowhere' has no manifest.json; make it with: lit-effattn data"):
         TextStream("prepared", root="nowhere").prepare_data()
-    with pytest.raises(FileNotFoundError, match=r"nowhere: there is no such file or folder"):
+    with pytest.raises(FileNotFoundError, match=r"nowhere: there is no such folder"):
         prepare(tmp_path / "nowhere", tmp_path / "out")
     prepare(source, tmp_path / "out")
     with pytest.raises(ValueError, match="leave out tokens='bytes'"):
@@ -232,6 +262,8 @@ def test_a_damaged_manifest(manifest, tmp_path):
         lambda good: good.astype(float),
         lambda good: good[..., None],
         lambda good: good[:1],
+        lambda good: good + np.eye(2, good.shape[1], 1, dtype=int) * 10**9,
+        lambda good: good * (np.arange(good.shape[1]) != 4),
         lambda good: good[:, :-1],
         None,
     ],

@@ -1,4 +1,5 @@
 import ast
+import gzip
 import json
 import os
 import sysconfig
@@ -203,7 +204,7 @@ def test_wikitext103_is_read_as_in_the_literature(tmp_path):
 
 def test_archives_are_unpacked(tmp_path):
     """enwik8.zip beside where the file belongs; WikiText-103's with a folder in it, in the folder above."""
-    content = bytes(range(256)) * 4
+    content = bytes(range(1, 256)) * 4 + b"text"
     with zipfile.ZipFile(tmp_path / "enwik8.zip", "w") as archive:
         archive.writestr("enwik8", content)
     with pytest.warns(match="enwik8 has 1,024 bytes instead of 100,000,000"):
@@ -236,7 +237,7 @@ def test_folder_is_divided_by_names_and_documents_kept_apart(tmp_path):
     (root / "empty.txt").write_text("")
     (root / ".hidden.txt").write_text("hidden")
     (root / "other.md").write_text("other")
-    with pytest.warns(match=r"2 left out:\n  1 empty:\n.*empty.txt: has no text\n  1 .md:\n.*other.md: does not"):
+    with pytest.warns(match=r"3 left out:\n  1 hidden:\n.*hidden.txt\n  1 empty:\n.*empty.txt\n  1 not like.*\n.*r.md"):
         data = ready(source="files", root=str(root), segment_len=8, batch_size=2)
     actual = {name: documents(data, name) for name in ("train", "val", "test")}
     assert {name: len(texts) for name, texts in actual.items()} == {"train": 18, "val": 1, "test": 1}
@@ -252,6 +253,33 @@ def test_folder_is_divided_by_names_and_documents_kept_apart(tmp_path):
     assert int(is_fresh.sum()) >= 18
 
 
+def test_a_text_that_is_compressed_or_in_utf_16_is_not_trained_on(tmp_path):
+    text = "".join(SENTENCES)
+    root = write_folder(tmp_path / "texts")
+    for data, message in ((gzip.compress(text.encode()), "gzip"), (text.encode("utf-16"), "UTF-16")):
+        (tmp_path / "x.txt").write_bytes(data)
+        (root / "0" / "x.txt").write_bytes(data)
+        for path in (tmp_path / "x.txt", root):
+            with pytest.raises(ValueError, match=rf"x\.txt: it is .*{message}.*data prepare"):
+                ready(source="files", root=str(path))
+    (tmp_path / "x.txt").write_bytes(text.encode("utf-8-sig"))
+    (tmp_path / "y.txt").write_text(text)
+    with_mark, without = (ready(source="files", root=str(tmp_path / name), batch_size=1) for name in ("x.txt", "y.txt"))
+    for split in ("train", "val", "test"):
+        assert documents(with_mark, split) == documents(without, split)
+
+
+def test_a_glob_is_that_of_pathlib(tmp_path):
+    for name in ("a.txt", "b/c.txt", "b/d/e.txt", "b/d/f.md"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text("x")
+    for glob in ("**/*.txt", "*.txt", "*/*", "b/**/*.txt", "**/d/*", "b/d/[ef].*", "**/?.md"):
+        expected = {path for path in tmp_path.glob(glob) if path.is_file()}
+        splits, _ = text_sources._matching(tmp_path, glob)
+        assert set(splits[""]) == expected, glob
+    assert text_sources._matching(tmp_path / "b", "../*.txt")[0] == {"": []}
+
+
 def test_folder_with_splits_of_its_own(tmp_path):
     names = [f"{('train', 'val', 'test')[i % 3]}/{i:02}.txt" for i in range(20)]
     root = write_folder(tmp_path / "texts", names)
@@ -259,7 +287,7 @@ def test_folder_with_splits_of_its_own(tmp_path):
     for i, name in enumerate(("train", "val", "test")):
         assert documents(data, name) == SENTENCES[i::3]
     (root / "val").rename(root / "valid")
-    with pytest.raises(ValueError, match="has a subfolder train and test, but not val"):
+    with pytest.raises(ValueError, match="has subfolders train, val or test, but not val"):
         ready(source="files", root=str(root))
 
 

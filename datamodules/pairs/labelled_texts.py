@@ -1,15 +1,17 @@
 """Texts as sequences of bytes, each with its class."""
 
+from collections import Counter
 from functools import cached_property
 from pathlib import Path
 from typing import Literal, NamedTuple
+from unicodedata import normalize
 
 import numpy as np
 import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
 from lit_effattn.checks import applicable, at_least
-from lit_effattn.datamodules.common.faults import Faults
+from lit_effattn.datamodules.common.faults import Fault, Faults
 from lit_effattn.datamodules.common.labelled import LabelledBatch, pad_labelled
 from lit_effattn.datamodules.common.packing import pack
 from lit_effattn.datamodules.common.splits import SPLITS
@@ -18,6 +20,7 @@ from lit_effattn.datamodules.pairs.base import Items, LengthBatched
 from lit_effattn.datamodules.pairs.sources import PairSource
 
 _TAKES = {"tsv": (), "jsonl": ("text_column", "label_column")}
+_MIN_WITH_HEADER = 10  # texts in which a header is recognised
 _SHOWN = 10  # classes that a message names
 
 
@@ -44,8 +47,9 @@ class LabelledTexts(LengthBatched):
     function of (seed, epoch), and every process has the same number of them. An interrupted epoch resumes with the next
     batch. In validation, test and prediction every text occurs exactly once over all processes, the longest first.
 
-    The texts are held in memory. Lines without a text and a class, or not in UTF-8, are left out; a warning counts them
-    by reason and names the first few. The classes are the different labels of all splits, sorted.
+    The texts are held in memory. Lines without a text and a class, or not in UTF-8, and header rows are left out; a
+    warning counts them by reason and names the first few. The classes are the different labels of all splits without
+    white space around them, sorted.
 
     Args:
         corpus: tsv: lines of a text, a TAB and a class in train.tsv, val.tsv and test.tsv. jsonl: objects with a text
@@ -130,10 +134,12 @@ class LabelledTexts(LengthBatched):
             faults = self.left_out[split] = Faults()
             for pair in source.pairs(split, faults):
                 texts[split].append(pair.source.encode())
-                labels[split].append(pair.target)
+                labels[split].append(normalize("NFC", pair.target.strip()))
             if not texts[split]:
                 first = f"; left out: {faults.first}" if faults else ""
                 raise ValueError(f"{self.root}: no text with a class for {split!r}{first}; add some")
+        if self.corpus == "tsv":
+            self._drop_header(texts, labels)
         classes = tuple(sorted({*labels["train"], *labels["val"], *labels["test"]}))
         self._check_classes(classes, labels["train"])
         numbers = {name: label for label, name in enumerate(classes)}
@@ -144,7 +150,24 @@ class LabelledTexts(LengthBatched):
             return pair_sources.tsv(self.root)
         return pair_sources.jsonl(self.root, *self.columns, numbers=True)
 
+    def _drop_header(self, texts: dict[str, list[bytes]], labels: dict[str, list[str]]) -> None:
+        """Leave out first lines whose class is nowhere else in a data set of at least ten texts and three classes."""
+        counts = Counter(label for of_split in labels.values() for label in of_split)
+        firsts = Counter(of_split[0] for of_split in labels.values())
+        repeated = len(set(labels["train"])) < len(labels["train"])
+        if counts.total() < _MIN_WITH_HEADER or len(counts) <= 2 or not repeated:
+            return
+        for split, of_split in labels.items():
+            if counts[name := of_split[0]] == firsts[name] and len(of_split) > 1:
+                message = f"{self.root}: the first text of {split!r} has a class of its own, {name!r}"
+                self.left_out[split].add(Fault("header row", message))
+                del texts[split][0], of_split[0]
+
     def _check_classes(self, classes: tuple[str, ...], train: list[str]) -> None:
+        if (truth := {"true", "false"} & {*classes}) and (digits := {"0", "1"} & {*classes}):
+            raise ValueError(
+                f"{self.root}: {min(truth)!r} and {min(digits)!r} are both classes; write the truth value in one way"
+            )
         if len(classes) < 2:
             raise ValueError(f"{self.root}: {classes[0]!r} is the only class; add texts of another class")
         if len(train) > 2 and len(set(train)) == len(train):

@@ -10,11 +10,19 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from lit_effattn.datamodules.common.faults import Fault, Faults
+from lit_effattn.datamodules.common.files import open_utf8
 from lit_effattn.datamodules.common.json_data import parse_json
 from lit_effattn.datamodules.common.splits import HELD_OUT, SPLITS
 
 _NAMES = {"train": ("train",), "val": ("val", "valid", "dev"), "test": ("test",)}
 """Names of the files of each split. The first one that exists is read."""
+
+
+_COLUMN_NAMES = {
+    *(b"source", b"target", b"src", b"tgt", b"trg", b"input", b"output"),
+    *(b"text", b"sentence", b"review", b"label", b"class", b"category", b"sentiment"),
+}
+"""Names in the first line of a file of TAB-separated columns, which is then not an example."""
 
 
 class Pair(NamedTuple):
@@ -238,7 +246,7 @@ def _divided(name: str, root: Path, reads: dict[str, _Pairs], paths: list[Path])
 
 
 def _lines(path: Path) -> Iterator[bytes]:
-    with path.open("rb") as file:  # not as text: some characters other than \n would end a line
+    with open_utf8(path) as file:
         for line in file:
             yield line.rstrip(b"\r\n")
 
@@ -259,7 +267,9 @@ def _aligned(source: Path, target: Path) -> Iterator[Pair | Fault]:
 def _tabbed(path: Path) -> Iterator[Pair | Fault]:
     for number, line in enumerate(_lines(path), 1):
         columns, where = line.split(b"\t"), f"{path}:{number}"
-        if len(columns) == 2:
+        if number == 1 and _COLUMN_NAMES.issuperset(column.strip().lower() for column in columns):
+            yield Fault("header row", f"{where}: {columns} are names of columns")
+        elif len(columns) == 2:
             yield _checked(where, *columns)
         elif line.strip():
             yield Fault("not two columns", f"{where}: has {len(columns)} columns; expected source TAB target")
@@ -284,6 +294,8 @@ def _rows(title: str, rows: Iterable[Any], source_column: str, target_column: st
 
 def _of_fields(where: str, row: Any, source_column: str, target_column: str, numbers: bool = False) -> Pair | Fault:
     texts = [_field(row, column) for column in (source_column, target_column)]
+    if numbers and isinstance(texts[1], float) and texts[1].is_integer():  # pandas writes 1.0 in a column with gaps
+        texts[1] = int(texts[1])
     if numbers and isinstance(texts[1], int):
         texts[1] = json.dumps(texts[1])
     for column, text in zip((source_column, target_column), texts, strict=True):

@@ -135,9 +135,7 @@ def prepare(
             _start_or_resume(folder, plan)
             work = [_Work(root, folder, field, number, parts) for number, (_, parts) in enumerate(of_shards)]
             if not (folder / TOKENIZER).is_file():
-                learnt_from = [
-                    shard for shard, (split, _) in zip(work, of_shards, strict=True) if split in ("", "train")
-                ]
+                learnt_from = [work[number] for number, (split, _) in enumerate(of_shards) if split in ("", "train")]
                 tokenizer = given or KINDS[tokens].learn(_sample(learnt_from, KINDS[tokens], learn_bytes), vocab_size)
                 write_text(folder / TOKENIZER, tokenizer.to_json())
             _make_all(work, workers)

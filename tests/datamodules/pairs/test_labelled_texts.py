@@ -78,18 +78,46 @@ def test_a_packed_epoch_resumes_with_the_next_batch(tmp_path):
 def test_json_lines_whose_classes_may_be_numbers(tmp_path):
     lines = [
         {"review": {"body": text}, "stars": stars}
-        for (text, _), stars in zip(ITEMS, (5, 1, "5", True, 10), strict=True)
+        for (text, _), stars in zip(ITEMS, (5, 1, "5 ", 1.0, 10), strict=True)
     ]
     root = write(tmp_path / "x", suffix="jsonl", lines=[json.dumps(line) for line in lines])
     data = ready(corpus="jsonl", root=root, text_column="review.body", label_column="stars")
-    assert data.classes == ("1", "10", "5", "true")
+    assert data.classes == ("1", "10", "5")
     assert sorted(items(data.val_dataloader(), data.classes)) == sorted(
-        zip([text for text, _ in ITEMS], ("5", "1", "5", "true", "10"), strict=True)
+        zip([text for text, _ in ITEMS], ("5", "1", "5", "1", "10"), strict=True)
     )
     with pytest.raises(
         ValueError, match=r"no text with a class for 'train'; left out: .*jsonl:1: 'label' must be a text"
     ):
         ready(corpus="jsonl", root=root, text_column="review.body")
+
+
+def test_a_class_is_written_in_one_way(tmp_path):
+    """White space, Unicode's two forms of an umlaut and a header row are no classes; true and 1 are not both."""
+    rows = [(f"text {i}", ("gro\u00df\u00e4", " gro\u00dfa\u0308 ", "klein")[i % 3]) for i in range(12)]
+    for header in ("Satz\tKlasse", "text\tlabel"):
+        lines = [header, *("\t".join(row) for row in rows)]
+        with pytest.warns(UserWarning, match="1 header row:") as warned:
+            data = ready(root=write(tmp_path / "x", lines=lines))
+        assert len([w for w in warned if "header row" in str(w.message)]) == 2  # train and val
+        assert data.classes == ("gro\u00df\u00e4", "klein")
+        assert len(items(data.train_dataloader(), data.classes)) == 12
+    root = write(tmp_path / "y", suffix="jsonl", lines=['{"text": "a", "label": true}', '{"text": "b", "label": 1}'])
+    with pytest.raises(ValueError, match="'true' and '1' are both classes"):
+        ready(corpus="jsonl", root=root)
+    data = ready(root=write(tmp_path / "z", lines=["a\tx", "b\ty", "c\ty"]))  # too few to know a header
+    assert data.classes == ("x", "y")
+
+
+@pytest.mark.parametrize("encoding", ["utf-16", "utf-8-sig"])
+def test_a_file_with_a_byte_order_mark(encoding, tmp_path):
+    root = tmp_path / "x"
+    root.mkdir()
+    for split in SPLITS:
+        (root / f"{split}.tsv").write_text("".join(f"{text}\t{label}\n" for text, label in ITEMS), encoding=encoding)
+    data = ready(root=str(root))
+    assert data.classes == ("bad", "good", "so so")
+    assert sorted(items(data.train_dataloader(), data.classes)) == sorted(ITEMS)
 
 
 def test_long_texts_are_cut_to_their_first_bytes(tmp_path):

@@ -191,7 +191,15 @@ class LabelledTexts(LengthBatched):
         n_cut = sum(texts[split].n_cut for split in splits)
         cut = f"; {n_cut:,} cut to max_len={self.max_len}" if n_cut else ""
         rank_zero_info(f"{self.root}: {counts}; {len(classes)} classes: {', '.join(classes[:_SHOWN])}{more}{cut}")
+        trained = set() if texts["train"].labels is None else {*texts["train"].labels.tolist()}
         for split in splits:
+            of_split = texts[split].labels
+            unknown = (
+                [] if of_split is None else [classes[label] for label in of_split.tolist() if label not in trained]
+            )
+            if unknown:
+                names = ", ".join(map(repr, sorted({*unknown})[:_SHOWN]))
+                rank_zero_warn(f"{split}: {len(unknown):,} texts have a class that no training text has: {names}")
             if faults := self.left_out[split]:
                 rank_zero_warn(f"{split}: {len(faults)} are left out:\n  {faults}")
 

@@ -200,7 +200,7 @@ def _matching(root: Path, glob: str) -> tuple[dict[str, list[Path]], Faults]:
 
 
 def _matches(names: tuple[str, ...], patterns: tuple[str, ...]) -> bool:
-    """Return whether a path matches a pattern of `pathlib`, in which `**` stands for any number of folders."""
+    """Return whether a path matches a pattern of `pathlib`, in which `**` matches any number of folders."""
     if not (names and patterns):
         return not names and patterns in ((), ("**",))
     if patterns[0] == "**":

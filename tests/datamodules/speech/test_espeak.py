@@ -28,18 +28,13 @@ def is_here() -> bool:
 needs_espeak = pytest.mark.skipif(not is_here(), reason="espeak-ng is not installed: pip install 'lit-effattn[speech]'")
 
 
-@pytest.fixture
-def few_sentences(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(espeak, "library_sentences", lambda: SENTENCES)
-
-
 def contents(root: Path) -> dict[str, bytes]:
     return {str(p.relative_to(root)): p.read_bytes() for p in sorted(root.rglob("*")) if p.is_file()}
 
 
 @needs_espeak
-@pytest.mark.usefixtures("few_sentences")
-def test_a_corpus(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_a_corpus(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(espeak, "library_sentences", lambda: SENTENCES)
     corpus = EspeakCorpus(str(tmp_path / "a"), minutes=0.2)
     corpus.prepare()
     texts: dict[str, set[str]] = {}
@@ -75,69 +70,42 @@ def test_a_corpus(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     assert contents(tmp_path / "a") == before
     with pytest.raises(FileExistsError, match=r"'minutes': 0\.2.*'minutes': 1.*delete it or name another"):
         EspeakCorpus(str(tmp_path / "a"), minutes=1).prepare()
-
-
-@needs_espeak
-def test_too_few_sentences_leave_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(espeak, "library_sentences", lambda: SENTENCES[:2])
     with pytest.raises(ValueError, match=r"documentation gives only.*fewer minutes"):
-        espeak.make_corpus(tmp_path / "a", 1)
-    assert not (tmp_path / "a").exists()
-    assert not [path for path in tmp_path.iterdir() if path.is_dir()]
-
-
-def test_another_folder_is_left_alone(tmp_path: Path):
-    (tmp_path / "thesis.txt").touch()
-    with pytest.raises(FileExistsError, match="has files that are not a corpus"):
-        espeak.make_corpus(tmp_path, 1)
-    assert (tmp_path / "thesis.txt").exists()
+        espeak.make_corpus(tmp_path / "c", 1)
     with pytest.raises(ValueError, match="minutes=-1 must be"):
-        espeak.make_corpus(tmp_path / "a", -1)
+        espeak.make_corpus(tmp_path / "c", -1)
+    assert {path.name for path in tmp_path.iterdir() if path.is_dir()} == {"a", "b"}
 
 
 @needs_espeak
+@needs_espeak
+@needs_espeak
 def test_what_is_said():
+    """An s is above 4 kHz, a vowel below. A breathy voice is the same at any time: its seed was the time in seconds."""
     with closing(Synthesizer()) as voice:
         american = voice.say(Speaker("en-us+m1", 160, 50), "a better cat")
         british = voice.say(Speaker("en+f1", 160, 50), "a better cat")
+        spoken = voice.say(Speaker("en-us+m1", 140, 50), "see sow saw sigh say so")
         with pytest.raises(ChildProcessError, match=r"no voice 'en-us\+nobody'"):
             voice.say(Speaker("en-us+nobody", 160, 50), "a")
     assert " ".join(american.phones) == "ə b ɛ ɾ ɜ k æ t"
     assert " ".join(british.phones) == "ə b ɛ t ə k a t"
-
-
-@needs_espeak
-def test_breath_is_the_same_at_any_time():
-    samples = []
-    for _ in range(2):
-        with closing(Synthesizer()) as voice:
-            samples.append(voice.say(Speaker("en+f5", 200, 50), "see").samples)
-        time.sleep(1.01)  # the seed was the time in seconds
-    assert np.array_equal(*samples)
-
-
-@needs_espeak
-def test_phones_are_where_their_times_say():
-    """An s is above 4 kHz, a vowel below."""
-    with closing(Synthesizer()) as voice:
-        spoken = voice.say(Speaker("en-us+m1", 140, 50), "see sow saw sigh say so")
     assert spoken.phones[::2] == ["s"] * 6
     spectra = [np.abs(np.fft.rfft(spoken.samples[int(a * 16_000) : int(b * 16_000)])) ** 2 for a, b in spoken.times]
     high = [spectrum[len(spectrum) // 2 :].sum() / spectrum.sum() for spectrum in spectra]
     assert min(high[::2]) > 0.5
     assert max(high[1::2]) < 0.1
+    samples = []
+    for seconds in (0, 1.01):
+        time.sleep(seconds)
+        with closing(Synthesizer()) as voice:
+            samples.append(voice.say(Speaker("en+f5", 200, 50), "see").samples)
+    assert np.array_equal(*samples)
 
 
-def test_an_espeak_that_is_not_there_is_told(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(espeak, "find_spec", lambda name: None)
-    monkeypatch.setattr("ctypes.util.find_library", lambda name: None)
-    with pytest.raises(ModuleNotFoundError, match=r"pip install 'lit-effattn\[speech\]'.*libespeak-ng1"):
-        Synthesizer()
-    monkeypatch.setattr("ctypes.util.find_library", lambda name: "libespeak-ng.so.0")
-    with pytest.raises(ChildProcessError, match=r"libespeak-ng\.so\.0"):
-        Synthesizer()
-
-
+@needs_espeak
+@needs_espeak
 def test_the_command_says_what_is_wrong_at_once_and_plainly(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
@@ -151,6 +119,12 @@ def test_the_command_says_what_is_wrong_at_once_and_plainly(
             espeak.main(["--root", str(tmp_path / root)])
         assert message in capsys.readouterr().err
     assert not (tmp_path / "new").exists()
+    assert (tmp_path / "full" / "thesis.txt").exists()
+    with pytest.raises(ModuleNotFoundError, match=r"pip install 'lit-effattn\[speech\]'.*libespeak-ng1"):
+        Synthesizer()
+    monkeypatch.setattr("ctypes.util.find_library", lambda name: "libespeak-ng.so.0")
+    with pytest.raises(ChildProcessError, match=r"libespeak-ng\.so\.0"):
+        Synthesizer()
 
 
 def test_sounds_become_phones_with_times():
@@ -176,7 +150,8 @@ def test_speakers_share_dialects_and_nothing_else():
     assert found == speakers("train")
 
 
-def test_sentences_of_a_text():
+def test_sentences(monkeypatch: pytest.MonkeyPatch):
+    """Those of a text, cut evenly; those of the library are the same at each call."""
     text = """The first line
     goes on, and ends.  This one; too, is plain.
 
@@ -184,17 +159,11 @@ def test_sentences_of_a_text():
 
     And too short.  Don't ask: what is Python for?  As I said it is not camelCase.  I say so again."""
     assert list(espeak.sentences_of(text)) == ["the first line goes on and ends", "i say so again"]
-
-
-def test_long_sentences_are_cut_evenly():
     assert espeak.cut("a b c") == ["a b c"]
     words = [str(i) for i in range(25)]
     pieces = espeak.cut(" ".join(words))
     assert " ".join(pieces).split() == words
     assert [len(piece.split()) for piece in pieces] == [8, 8, 9]
-
-
-def test_sentences_of_the_library(monkeypatch: pytest.MonkeyPatch):
     root = Path(importlib.util.__file__).parent
     monkeypatch.setattr(espeak, "library_files", lambda _: [root / "abc.py", root / "util.py"])
     found = espeak.library_sentences()

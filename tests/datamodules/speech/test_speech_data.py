@@ -2,6 +2,7 @@ import json
 import math
 import warnings
 from functools import partial
+from itertools import product
 from types import SimpleNamespace
 from typing import ClassVar
 
@@ -51,7 +52,7 @@ class Tiny(SpeechCorpus):
         path = self.folder / split / f"{i}.wav"
         path.parent.mkdir(parents=True, exist_ok=True)
         samples = rng.uniform(-0.5, 0.5, int(RATE * rng.uniform(0.25, 0.6))) * (1 + i)
-        soundfile.write(path, (0.1 * samples).astype(np.float32), RATE)
+        soundfile.write(path, 0.1 * samples, RATE)
         phones = tuple(rng.choice(PHONES, rng.integers(1, 6)).tolist())
         return Utterance(f"{split}-{i}", path, speaker=f"s{i % 2}", phones=phones)
 
@@ -159,76 +160,70 @@ def test_normalisation_is_over_what_is_said(make, corpus):
 
 
 def test_statistics_of_the_corpus_are_in_the_checkpoint(make, tmp_path, corpus):
+    """A checkpoint of other labels or features is refused."""
     first = make("fit", normalize="corpus")
-    first.train_dataloader()
     torch.save(first.state_dict(), tmp_path / "state")
+    state = torch.load(tmp_path / "state", weights_only=True)
     expected = rows_of(make("test", normalize="corpus").test_dataloader())
     corpus.splits["train"] = corpus.splits["train"][:3]
     data = make("test", normalize="corpus")
-    data.load_state_dict(torch.load(tmp_path / "state", weights_only=True))
+    data.load_state_dict(state)
     rows = rows_of(data.test_dataloader())
     assert expected
     assert all(torch.equal(rows[name][0], expected[name][0]) for name in expected)
-
-
-def test_a_checkpoint_of_other_labels_or_features_is_refused(make, tmp_path):
-    state = make("fit").state_dict()
     with pytest.raises(ValueError, match=r"trained on Filterbanks\(8000, n_mels=20.*n_mels=21"):
         make(n_mels=21).load_state_dict(state)
-    other = Tiny(tmp_path / "other")
-    other.phones = ("b", "aa", "k", "sil")
+    corpus.phones = ("b", "aa", "k", "sil")
     with pytest.raises(ValueError, match="4 phones are aa b k sil, but the corpus's 4 are b aa k sil"):
-        make(corpus=other).load_state_dict(state)
+        make().load_state_dict(state)
 
 
-def spoil(corpus, split):
-    """Make all but the last three utterances unusable, each in another way; return why, by id."""
-    utterances = corpus.splits[split]
-    faults = {}
-
-    def spoiled(i, reason, **changes):
-        utterances[i] = utterances[i]._replace(**changes)
-        faults[utterances[i].id] = reason
-
+def test_what_cannot_be_used_is_left_out_and_named(make, corpus):
+    """Training also leaves out what is too short for its phones; test says that what it leaves out is not scored."""
+    utterances, test = corpus.splits["train"], corpus.splits["test"]
     utterances[0].audio.unlink()
-    spoiled(0, "missing")
     utterances[1].audio.write_bytes(b"")
-    spoiled(1, "empty")
     soundfile.write(utterances[2].audio, np.zeros((4000, 2)), RATE)
-    spoiled(2, "several channels")
-    spoiled(3, "unknown phone", phones=("aa", "zz"))
-    return faults
-
-
-def warned(record, *texts):
-    messages = [str(w.message) for w in record]
-    return any(all(text in message for text in texts) for message in messages)
-
-
-def test_training_survives_what_cannot_be_used_and_names_it(make, corpus):
-    faults = spoil(corpus, "train")
-    utterances = corpus.splits["train"]
+    utterances[3] = utterances[3]._replace(phones=("aa", "zz"))
     utterances[4].audio.write_bytes(b"no sound" * 9)
     soundfile.write(utterances[5].audio, np.zeros(RATE * 2), RATE)
     soundfile.write(utterances[6].audio, np.zeros(RATE // 2), RATE // 2)
     utterances[7] = utterances[7]._replace(phones=None)
     frames = len(filterbanks(utterances[8]))
     utterances[8] = utterances[8]._replace(phones=("aa", "b") * (frames // 2) + ("k", "k"))
+    soundfile.write(utterances[9].audio, np.full(4000, 1e38), RATE, subtype="FLOAT")
     with pytest.warns(UserWarning, match="are left out") as record:
-        data = make("fit", max_seconds=1.5)
-    assert {u.id for u in utterances[9:]} == set(rows_of(data.train_dataloader()))
-    reasons = [*faults.values(), "unreadable", "too long", "low sampling rate", "without phones"]
-    assert [fault.reason for fault in data.left_out["train"]] == [*reasons, "shorter than its phones"]
-    assert warned(record, "train: 9 of 12 utterances are left out:", *(f"1 {reason}:" for reason in reasons), "'zz'")
+        data = make("fit", max_seconds=1.5, normalize="corpus")
+    rows = rows_of(data.train_dataloader())
+    assert {u.id for u in utterances[10:]} == set(rows)
+    assert all(features.abs().max() < 10 for features, _ in rows.values())  # by statistics of what is used
+    reasons = ["missing", "empty", "several channels", "unknown phone", "unreadable", "too long", "low sampling rate"]
+    reasons += ["without phones", "shorter than its phones", "wrong scale"]
+    assert [fault.reason for fault in data.left_out["train"]] == reasons
+    (text,) = [str(w.message) for w in record]
+    assert "train: 10 of 12 utterances are left out:" in text
+    assert all(f"1 {reason}:" in text for reason in reasons)
+    assert "'zz'" in text
 
-
-def test_what_validation_and_test_leave_out_is_said_to_be_unscored(make, corpus):
-    faults = spoil(corpus, "test")
+    for u in test[:5]:
+        u.audio.unlink()
+    test[5] = test[5]._replace(phones=("zz",))
     with pytest.warns(UserWarning, match="are left out") as record:
         data = make("test")
-    assert set(rows_of(data.test_dataloader())) == {u.id for u in corpus.splits["test"]} - set(faults)
-    what = "test: 4 of 7 utterances are left out, and are not in the score"
-    assert warned(record, what, "1 missing:", "test/0.wav: there is no such file", "test-3: 'zz' is not in")
+    assert set(rows_of(data.test_dataloader())) == {test[6].id}
+    (text,) = [str(w.message) for w in record]
+    for words in ("test: 6 of 7 utterances are left out, and are not in the score", "5 missing:", "and 2 more"):
+        assert words in text
+    assert "test/2.wav: there is no such file" in text
+    assert "test/3.wav" not in text
+    assert "test-5: 'zz' is not in" in text
+    for u in corpus.splits["val"]:
+        u.audio.unlink()
+    with pytest.raises(ValueError, match=r"none of the 5 utterances of 'val' can be used; the first: .*0\.wav: there"):
+        make("validate")
+    corpus.splits["val"] = []
+    with pytest.raises(ValueError, match="Tiny has no utterances of 'val'"):
+        make("validate")
 
 
 def test_ctc_needs_a_frame_a_phone_and_one_between_equal_ones(make, corpus):
@@ -254,17 +249,14 @@ def test_the_factor_is_that_of_the_model(make, corpus):
     corpus.splits["train"] = [utterance._replace(phones=(("aa", "b") * n)[: n + 1])]
     assert utterance.id in rows_of(make("fit").train_dataloader())
     model = SpeechRecognizer(LSTM(8, 1), 20, PHONES, front_end=partial(ConvSubsampling, factor=4))
-    data = make()
-    data.trainer.lightning_module = model
-    with pytest.raises(ValueError, match=f"{n} frames after subsampling, but its phones need {n + 1}"):
-        data.setup("fit")
-    data = make(subsampling=2)
-    data.trainer.lightning_module = model
-    with pytest.raises(ValueError, match="subsampling=2, but the model's front end has the factor 4; leave it out"):
-        data.setup("fit")
-
-
-def test_the_error_rate_of_what_is_too_short_for_its_phones_is_defined(make, corpus):
+    for options, message in (
+        ({}, f"{n} frames after subsampling, but its phones need {n + 1}"),
+        ({"subsampling": 2}, "subsampling=2, but the model's front end has the factor 4; leave it out"),
+    ):
+        data = make(**options)
+        data.trainer.lightning_module = model
+        with pytest.raises(ValueError, match=message):
+            data.setup("fit")
     corpus.splits["val"][0] = corpus.splits["val"][0]._replace(phones=("aa",) * 200)
     with pytest.warns(UserWarning, match="val: 1 of 5 utterances have an error rate, but no loss"):
         data = make("validate")
@@ -278,22 +270,6 @@ def test_what_is_lost_while_it_trains_is_named(make, corpus):
     for loader in loaders:
         with pytest.raises(AudioError, match=r"train/\d+\.wav: there is no such file"):
             list(loader)
-
-
-def test_nothing_that_can_be_used(make, corpus):
-    for u in corpus.splits["val"]:
-        u.audio.unlink()
-    with pytest.raises(ValueError, match=r"none of the 5 utterances of 'val' can be used; the first: .*0\.wav: there"):
-        make("validate")
-    corpus.splits["val"] = []
-    with pytest.raises(ValueError, match="Tiny has no utterances of 'val'"):
-        make("validate")
-    for u in corpus.splits["test"][:5]:
-        u.audio.unlink()
-    with pytest.warns(UserWarning, match="are left out") as record:
-        make("test")
-    assert warned(record, "5 missing:", "test/2.wav", "and 2 more")
-    assert not warned(record, "test/3.wav")
 
 
 class Absent(Tiny):
@@ -381,29 +357,6 @@ def epoch_of(data, epoch):
     return list(loader)
 
 
-def test_what_is_hidden_is_a_function_of_seed_epoch_and_utterance(make, corpus):
-    options = {"spec_augment": SpecAugment(freq_mask=10, time_mask=20, max_share=0.5)}
-    corpus.splits["train"][5] = corpus.splits["train"][5]._replace(
-        id="caf\udce9"
-    )  # é in Latin-1, as a disk may have it
-    plain = rows_of(epoch_of(make("fit"), 0))
-    found = {}
-    for seed in range(2):
-        for epoch in range(2):
-            rows = rows_of(epoch_of(make("fit", seed=seed, **options), epoch))
-            for name, (features, _) in rows.items():
-                hidden = features == 0
-                assert torch.equal(features[~hidden], plain[name][0][~hidden])
-                found[seed, epoch, name] = hidden
-    for name in plain:
-        patterns = [found[seed, epoch, name] for seed in range(2) for epoch in range(2)]
-        assert not any(torch.equal(patterns[0], other) for other in patterns[1:])
-    corpus.splits["train"] = corpus.splits["train"][5:]
-    rows = rows_of(epoch_of(make("fit", seed=1, batch_frames=70, num_workers=0, **options), 1))
-    assert len(rows) == 7
-    assert all(torch.equal(rows[name][0] == 0, found[1, 1, name]) for name in rows)
-
-
 def test_nothing_is_changed_or_hidden_in_evaluation(make):
     options = {
         "spec_augment": SpecAugment(freq_mask=10),
@@ -417,23 +370,29 @@ def test_nothing_is_changed_or_hidden_in_evaluation(make):
         make("fit", **options)
 
 
-def test_changed_recordings_are_a_function_of_seed_epoch_and_utterance(make, corpus):
-    options = {"wave_augment": WaveAugment(), "normalize": None}
+def test_what_is_changed_and_hidden_is_a_function_of_seed_epoch_and_utterance(make, corpus):
+    masks = {"spec_augment": SpecAugment(freq_mask=10, time_mask=20, max_share=0.5)}
+    waves = {"wave_augment": WaveAugment(), "normalize": None}
     corpus.splits["train"][1] = corpus.splits["train"][0]._replace(id="the same recording")
-    found = {
-        (seed, epoch): rows_of(epoch_of(make("fit", seed=seed, cache=True, **options), epoch))
-        for seed in range(2)
-        for epoch in range(2)
-    }
-    for u in corpus.splits["train"]:
-        of_this = [rows[u.id][0] for rows in found.values()]
-        assert not any(torch.equal(of_this[0], other) for other in of_this[1:])
-    assert all(not torch.equal(rows["train-0"][0], rows["the same recording"][0]) for rows in found.values())
-    corpus.splits["train"] = corpus.splits["train"][5:]
-    for num_workers in (0, 1):
-        rows = rows_of(epoch_of(make("fit", seed=1, batch_frames=70, num_workers=num_workers, **options), 1))
-        assert len(rows) == 7
-        assert all(torch.equal(rows[name][0], found[1, 1][name][0]) for name in rows)
+    corpus.splits["train"][5] = corpus.splits["train"][5]._replace(
+        id="caf\udce9"
+    )  # é in Latin-1, as a disk may have it
+    plain, whole = rows_of(epoch_of(make("fit"), 0)), corpus.splits["train"]
+    for options in (masks, waves):
+        corpus.splits["train"], found = whole, {}
+        for seed, epoch in product(range(2), range(2)):
+            found[seed, epoch] = rows_of(epoch_of(make("fit", seed=seed, cache=True, **options), epoch))
+        for u in whole:
+            of_this = [rows[u.id][0] for rows in found.values()]
+            assert not any(torch.equal(of_this[0], other) for other in of_this[1:])
+            if options is masks:
+                assert all(torch.equal(x[x != 0], plain[u.id][0][x != 0]) for x in of_this)
+        assert all(not torch.equal(rows["train-0"][0], rows["the same recording"][0]) for rows in found.values())
+        corpus.splits["train"] = whole[5:]
+        for num_workers in (0, 1):
+            rows = rows_of(epoch_of(make("fit", seed=1, batch_frames=70, num_workers=num_workers, **options), 1))
+            assert len(rows) == 7
+            assert all(torch.equal(rows[name][0], found[1, 1][name][0]) for name in rows)
 
 
 def test_features_are_of_the_changed_recording(make, corpus):

@@ -10,8 +10,6 @@ import numpy as np
 import pytest
 import soundfile
 import torch
-from lightning.pytorch import Callback, LightningModule
-from torch import nn
 
 from lit_effattn import LSTM
 from lit_effattn.datamodules import (
@@ -29,7 +27,6 @@ from lit_effattn.datamodules.speech.corpora import EspeakCorpus
 from lit_effattn.datamodules.speech.utterances import SpeechBatch
 from lit_effattn.nn.front_ends import ConvSubsampling
 from lit_effattn.tasks import SpeechRecognizer
-from tests.callbacks.tiny import trainer
 
 PHONES = ("aa", "b", "k", "sil")
 RATE = 8000
@@ -420,63 +417,6 @@ def test_ctc_needs_a_frame_a_phone_at_the_largest_speed_too(make, corpus):
     with pytest.warns(UserWarning, match="1 shorter than its phones"):
         data = make("fit", wave_augment=augment)
     assert set(rows_of(data.train_dataloader())) == {utterances[0].id, utterances[2].id}
-
-
-class Sums(LightningModule):
-    """Learns nothing; notes what it sees."""
-
-    def __init__(self):
-        super().__init__()
-        self.weight = nn.Parameter(torch.zeros(()))
-        self.seen = []
-
-    def training_step(self, batch):
-        self.seen.append((self.current_epoch, batch.ids, float(batch.features.double().square().sum())))
-        return self.weight * batch.features.sum()
-
-    def validation_step(self, batch):
-        pass
-
-    def predict_step(self, batch):
-        return batch.ids
-
-    def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), 0.1)
-
-
-def fresh(corpus, folder, stage=None):
-    options = {"n_mels": 20, "sample_rate": RATE, "batch_frames": 120, "cache_dir": str(folder / "cache")}
-    augment = {"spec_augment": SpecAugment(freq_mask=5), "wave_augment": WaveAugment()}
-    data = SpeechData(corpus, normalize="corpus", **augment, **options)
-    if stage:
-        data.setup(stage)
-    return data
-
-
-class SaveAfter(Callback):
-    def __init__(self, steps, path):
-        self.steps = steps
-        self.path = path
-
-    def on_train_batch_end(self, trainer, *args):
-        if trainer.global_step == self.steps:
-            trainer.save_checkpoint(self.path)
-
-
-@pytest.mark.filterwarnings("ignore")
-def test_lightning_resumes_in_the_middle_of_an_epoch(corpus, tmp_path):
-    whole, resumed, path = Sums(), Sums(), tmp_path / "saved.ckpt"
-    n_batches = len(fresh(corpus, tmp_path, "fit").train_dataloader())
-    saving = SaveAfter(n_batches + 2, path)
-    trainer(tmp_path, [saving], max_epochs=3).fit(whole, fresh(corpus, tmp_path))
-    seen = [[name for epoch, ids, _ in whole.seen if epoch == e for name in ids] for e in range(3)]
-    assert all(sorted(names) == sorted(u.id for u in corpus.splits["train"]) for names in seen)
-    assert len({tuple(names) for names in seen}) == 3
-    trainer(tmp_path, [], max_epochs=3).fit(resumed, fresh(corpus, tmp_path), ckpt_path=path, weights_only=True)
-    assert resumed.seen == whole.seen[n_batches + 2 :]
-    assert corpus.prepared == 2
-    batches = trainer(tmp_path, []).predict(Sums(), fresh(corpus, tmp_path))
-    assert sorted(name for names in batches for name in names) == sorted(u.id for u in corpus.splits["test"])
 
 
 def test_what_makes_no_sense_is_refused(make):

@@ -106,16 +106,6 @@ def test_the_products_of_a_kernel_are_those_at_its_chunk_size(args):
         assert kernels.Products(own).multiplications == multiplications(8, 8, chunk)
 
 
-def test_in_pytorch_means_for_one_call(args, monkeypatch):
-    asked = kernels._in_pytorch(lambda: kernels.os.environ.get(kernels.KERNELS))
-    for before in (None, "c++"):
-        monkeypatch.delenv(kernels.KERNELS, raising=False)
-        if before:
-            monkeypatch.setenv(kernels.KERNELS, before)
-        assert asked() == "plain"
-        assert kernels.os.environ.get(kernels.KERNELS) == before
-
-
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_forms_on_a_gpu_compute_the_same(args):

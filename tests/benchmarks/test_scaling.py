@@ -64,8 +64,3 @@ def test_segments_are_trained_one_by_one():
         torch.testing.assert_close(grad, parameter.grad)
     torch.testing.assert_close(layer.state.inputs, after.inputs)
     assert layer.state.length.tolist() == [24]
-
-
-def test_memory_in_segments_does_not_grow():
-    peaks = [scaling._Layer(scaling.KINDS["infinite"], n, (8, 2), 64, CPU).peak_and_state() for n in (512, 1024)]
-    assert peaks[0] == peaks[1]

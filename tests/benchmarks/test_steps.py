@@ -2,8 +2,6 @@ import copy
 import json
 import os
 import sys
-import time
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -12,7 +10,6 @@ import torch
 
 from benchmarks import __main__ as command
 from benchmarks.steps import WARM, Bare, Clock, fit
-from lit_effattn.tasks import PixelModel
 
 TINY = "--model.backbone.d_model 8 --model.backbone.n_heads 2 --model.backbone.n_layers 1 --data.batch_size 2"
 DIGITS = f"{TINY} --model.lr_scheduler null"
@@ -46,31 +43,6 @@ def test_the_bare_loop_learns_what_fit_learns(monkeypatch: pytest.MonkeyPatch, t
     assert min(mine.first, mine.step, other.first, other.step) > 0
     assert os.environ["FORCE_COLOR"] == "0"
     assert Clock.beside is None
-
-
-@pytest.fixture
-def pause(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
-    """Let the seconds that are measured go by at once."""
-    passed, real = [], time.perf_counter
-    monkeypatch.setattr(time, "perf_counter", lambda: real() + sum(passed))
-    return passed.append
-
-
-def test_neither_pays_for_the_other(pause: Callable[[float], None], monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
-    """Pauses are lower bounds, and long ones far above what the other takes without them."""
-    run = partial(fit, str(CONFIGS / "digits_linear.yaml"), DIGITS.split(), 2, CPU, str(tmp_path))
-    bare = Bare(run())
-    objective = bare.model.objective
-    with monkeypatch.context() as patch:
-        patch.setattr(bare.model, "objective", lambda *args: (pause(200), objective(*args))[1], raising=False)
-        clock = run(beside=bare)
-    assert bare.probe().step >= 200
-    assert clock.probe().step < 100
-    bare = Bare(clock)
-    monkeypatch.setattr(PixelModel, "log", lambda *args, **options: pause(200))
-    clock = run(beside=bare)
-    assert bare.probe().step < 100
-    assert clock.probe().step >= 200
 
 
 @pytest.mark.exhaustive

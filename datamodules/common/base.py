@@ -16,6 +16,14 @@ class DataModule(LightningDataModule, ABC):
 
     takes_inputs: ClassVar[str | None] = None
 
+    @classmethod
+    def load_from_checkpoint(cls, *args: Any, **kwargs: Any) -> Any:
+        """Not supported: Lightning would build the classes that a file names, whatever they are."""
+        raise NotImplementedError(
+            f"{cls.__name__}.load_from_checkpoint would build any class that the file names: make the data module with "
+            "its arguments, and give it the file's state with load_state_dict"
+        )
+
     @abstractmethod
     def _eval_dataloader(self, split: str) -> DataLoader[Any]:
         """Return a loader of every item of "val" or "test" once."""

@@ -58,7 +58,8 @@ def cached_folder(folder: Path, make: Callable[[Path], None], is_whole: Callable
     # The default folder holds the compiled kernels too, so only this user may write to it.
     mode = 0o700 if folder.parent.name == NAME else 0o777
     try:
-        folder.parent.mkdir(mode=mode, parents=True, exist_ok=True)
+        for path in (folder.parent.parent, folder.parent):
+            path.mkdir(mode=mode, parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder.parent):
             pass
     except OSError as error:

@@ -15,7 +15,7 @@ from lit_effattn import sequence
 from lit_effattn.callbacks.cost_log import DEVICE_MEMORY, PROCESS_MEMORY, SECONDS
 from lit_effattn.checkpoints.io import read_outline, saved_config
 from lit_effattn.checkpoints.plain_yaml import parse_yaml
-from lit_effattn.checkpoints.runs import LAST, PREVIOUS, is_checkpoint, short
+from lit_effattn.checkpoints.runs import LAST, PREVIOUS, check_contained, is_checkpoint, short, small_text
 from lit_effattn.datamodules.common.files import regular
 from lit_effattn.hparams import flat
 from lit_effattn.tasks import Task
@@ -116,12 +116,12 @@ def read_config(path: Path) -> dict[str, Any]:
     if path.is_file():
         return saved_config(read_outline(path), short(path))
     file = path / "config.yaml"
-    if not file.is_file():
+    if not file.exists():
         runs = sorted(config.parent for config in path.glob("*/config.yaml"))
         hint = f"; it holds runs, such as {runs[-1]}" if runs else ""
         raise ValueError(f"{path} is not the folder of a run: it has no config.yaml{hint}")
     try:
-        content = parse_yaml(file.read_text(encoding="utf-8"))
+        content = parse_yaml(small_text(check_contained(path) / file.name))
     except ValueError as error:
         raise ValueError(f"{file} can't be read: {error}") from error
     if not isinstance(content, dict):

@@ -23,7 +23,7 @@ from lit_effattn.analysis.sweep_tables import Cell, Outcome, best_rate, by_kind,
 from lit_effattn.analysis.tables import comma_separated, markdown, show
 from lit_effattn.checkpoints.files import whole
 from lit_effattn.checkpoints.printable import printable
-from lit_effattn.checkpoints.runs import find_checkpoint, short
+from lit_effattn.checkpoints.runs import check_contained, find_checkpoint, short, small_text
 from lit_effattn.datamodules.common.json_data import parse_json
 from lit_effattn.drawing import plots
 from lit_effattn.hparams import parameters
@@ -84,6 +84,8 @@ def sweep(args: list[str]) -> None:
     if options.devices is not None and not torch.cuda.is_available():
         raise ValueError(f"--devices {options.devices}: torch finds no CUDA device; leave it out to run on the CPU")
     devices = _devices(options.devices)
+    if folder.is_dir():
+        check_contained(folder)
     runner = Sweep(folder, [*configs, *flags], kinds, devices, trust=options.trust)
     print(f"{len(kinds)} kinds, {len(rates)} rates with seed 0, then seeds 0 … {options.seeds - 1} at the best rate")
     runner.run([Cell(kind, rate, 0) for kind in kinds for rate in rates])
@@ -276,7 +278,7 @@ def read_record(path: Path) -> tuple[list[str], dict[str, list[str]], dict[str, 
         ValueError: If the file is not the record of a sweep.
     """
     try:
-        record = parse_json(path.read_text(encoding="utf-8"))
+        record = parse_json(small_text(path))
         flags, done, kinds = record["flags"], record["done"], record.get("kinds", {})  # older ones have no kinds
         lists = (flags, *done.values(), *kinds.values())
         if not all(isinstance(x, list) and all(isinstance(text, str) for text in x) for x in lists):
@@ -286,6 +288,7 @@ def read_record(path: Path) -> tuple[list[str], dict[str, list[str]], dict[str, 
     return flags, done, kinds
 
 
+COMMAND = Path(parsers.__file__).parents[1] / "cli" / "__main__.py"
 _children: set[subprocess.Popen[bytes]] = set()
 _starting = threading.Lock()
 """Held while a child starts, and when a sweep begins to stop: it then starts no child that it does not stop."""
@@ -309,7 +312,7 @@ def run_child(args: list[str], log: Path, device: str | None, stopping: threadin
     environment = {**os.environ, **({} if device is None else {"CUDA_VISIBLE_DEVICES": device})}
     with log.open("ab") as output:
         start = output.tell()
-        command = [sys.executable, "-m", "lit_effattn.cli", *args]
+        command = [sys.executable, str(COMMAND), *args]  # with -m, modules of the current folder would come first
         with _starting:
             if stopping.is_set():
                 raise CancelledError

@@ -6,9 +6,10 @@ import csv
 import io
 import re
 from collections.abc import Mapping, Sequence
+from html import escape
 from typing import Any, NamedTuple
 
-from lit_effattn.checkpoints.printable import printable
+from lit_effattn.checkpoints.printable import printable, table_cell
 
 
 class Table(NamedTuple):
@@ -48,8 +49,13 @@ def shown(value: Any) -> str:
 def markdown(table: Table) -> str:
     """Return a table in Markdown."""
     lines = [table.header, ["---"] * len(table.header), *([shown(v) for v in row] for row in table.rows)]
-    body = "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines)
+    body = "\n".join("| " + " | ".join(map(_markdown_cell, line)) + " |" for line in lines)
     return f"### {table.title}\n\n{body}\n"
+
+
+def _markdown_cell(text: str) -> str:
+    """Return text without HTML, links and images."""
+    return escape(text, quote=False).replace("](", "]\\(").replace("|", "\\|")
 
 
 def comma_separated(table: Table) -> str:
@@ -63,7 +69,8 @@ def comma_separated(table: Table) -> str:
         else:
             columns.append([name, *values])
     file = io.StringIO()
-    csv.writer(file, lineterminator="\n").writerows(zip(*columns, strict=True))
+    rows = ([table_cell(v) if isinstance(v, str) else v for v in row] for row in zip(*columns, strict=True))
+    csv.writer(file, lineterminator="\n").writerows(rows)
     return file.getvalue()
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import errno
 import io
 import os
+import pickletools
+import re
 import shutil
 import zipfile
 import zlib
@@ -23,6 +25,12 @@ _PART, _BEFORE = ".part", ".before"
 _CHECKSUM = b"lit-effattn CRC-32 %08x"
 _CHECKSUM_SIZE = len(_CHECKSUM % 0)
 _END, _END_SIZE = b"PK\5\6", 22  # a zip's end record without its comment, whose length is in the last two bytes
+
+_GLOBALS = re.compile(
+    r"collections OrderedDict|torch (\w+Storage|[a-z]\w*|Size)"
+    r"|torch\._utils _rebuild_(tensor_v2|parameter|meta_tensor_no_storage)"
+)
+"""What a checkpoint's pickle may name. torch also allows `bytearray` and others, which allocate any size."""
 
 # ------------------------------------------------------------------------------------------------------------- writing
 
@@ -223,7 +231,7 @@ def damage(path: Path) -> str | None:
             if not summed and not (tail[-_END_SIZE:][:4] == _END and tail[-2:] == b"\0\0"):
                 return f"it is cut off or changed: its {path.stat().st_size:,} bytes do not end as torch's files do"
             with zipfile.ZipFile(file) as archive:
-                reason = _damaged_record(archive)
+                reason = _damaged_record(archive, size) or _foreign_name(archive)
                 if reason or summed:
                     return reason
                 entry = archive.testzip()
@@ -245,13 +253,25 @@ def _is_sum(file: io.BufferedReader, comment: bytes) -> bool:
     return comment == len(expected).to_bytes(2, "little") + expected
 
 
-def _damaged_record(archive: zipfile.ZipFile) -> str | None:
-    """Describe the first entry whose record in the directory is not as torch writes it; torch would not read it."""
+def _damaged_record(archive: zipfile.ZipFile, size: int) -> str | None:
+    """Describe the first entry whose record in the directory is not as torch writes it, in a file of `size` bytes."""
+    if sum(entry.file_size for entry in archive.infolist()) > size:
+        return f"its entries claim more than the {size:,} bytes of the file"
     for entry in archive.infolist():
         if entry.compress_type != zipfile.ZIP_STORED:
             return "it is compressed, as torch's files never are"
         if entry.external_attr or entry.is_dir():
             return f"its directory does not describe {entry.filename} as a file"
+    return None
+
+
+def _foreign_name(archive: zipfile.ZipFile) -> str | None:
+    """Describe the first name in the pickle that no checkpoint has."""
+    for entry in archive.namelist():
+        if entry.rpartition("/")[2] == "data.pkl":
+            for code, name, _ in pickletools.genops(archive.read(entry)):
+                if code.name in ("GLOBAL", "INST") and not _GLOBALS.fullmatch(str(name)):
+                    return f"it names {name!r}, which no checkpoint does"
     return None
 
 

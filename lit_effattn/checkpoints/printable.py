@@ -27,6 +27,17 @@ def printable(text: str, *, one_line: bool = False) -> str:
     return text.replace("\n", "\\n").replace("\t", "\\t") if one_line else text
 
 
+def table_cell(text: str) -> str:
+    """Return text for a cell of a CSV file, which a spreadsheet does not take for a formula.
+
+    Examples:
+        >>> table_cell("=1+1"), table_cell("-1.5")
+        ("'=1+1", '-1.5')
+    """
+    text = printable(text, one_line=True)
+    return f"'{text}" if re.match("[=+@-]", text) and not re.fullmatch(r"[+-]?[\d.]+(e[+-]?\d+)?|-inf", text) else text
+
+
 class PrintableRecords(logging.Filter):
     """A filter that makes the messages of log records printable."""
 

@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from lit_effattn.checkpoints import slurm
-from lit_effattn.checkpoints.runs import short
+from lit_effattn.checkpoints.runs import short, small_text
 
 LOCK = "fit.lock"
 """The name of the file in the folder of a run."""
@@ -203,7 +203,7 @@ def _describe(holder: dict[str, Any]) -> str:
 
 def _read(path: Path) -> dict[str, Any]:
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = json.loads(small_text(path))
     except (OSError, ValueError, RecursionError):
         return {}
     return content if isinstance(content, dict) else {}

@@ -21,6 +21,7 @@ from datetime import datetime, timezone
 from itertools import count
 from pathlib import Path
 
+from lit_effattn.checkpoints.plain_yaml import MAX_BYTES
 from lit_effattn.checkpoints.shipped import PREFIX, is_model, model_name, model_path
 
 LAST, PREVIOUS = "last.ckpt", "previous.ckpt"
@@ -48,6 +49,47 @@ def new_run(root: Path, everything: Path | None = None) -> Path:
     newest, number = max((_age(run) for run in runs if _RUN.fullmatch(run.name)), default=("", 0))
     now = datetime.now(timezone.utc).strftime("%Y-%m-%d_%H-%M-%S")
     return new_folder(root, now) if now > newest else new_folder(root, newest, number + 1)
+
+
+def check_contained(run: Path) -> Path:
+    """Return the folder of a run, which may come from somebody else, after checking that it contains all its files.
+
+    A link that leads out of it would let a command write to, or show, any file of the user's. A FIFO would wait.
+
+    Raises:
+        ValueError: If there is such a link, a FIFO, a socket or a device. The message names it.
+    """
+    root, folders = run.resolve(), [run]
+    for folder in folders:
+        with os.scandir(folder) as entries:
+            for entry in entries:
+                if entry.is_dir(follow_symlinks=False):
+                    folders.append(Path(entry))
+                elif entry.is_symlink() and not Path(entry).resolve().is_relative_to(root):
+                    target = Path(entry).readlink()
+                    raise ValueError(
+                        f"{short(Path(entry))} is a link to {target}, outside of the run: delete the link, or link the "
+                        "folder of the run itself"
+                    )
+                elif not entry.is_symlink() and not entry.is_file():
+                    raise ValueError(f"{short(Path(entry))} is not a file: delete it from the folder of the run")
+    return run
+
+
+def small_text(path: Path) -> str:
+    """Return the text of a file that a run has beside its checkpoints.
+
+    Raises:
+        OSError: If it can't be read.
+        ValueError: If it is not a file, is not UTF-8, or has more than `MAX_BYTES`.
+    """
+    if path.exists() and not path.is_file():
+        raise ValueError("it is not a file")
+    with path.open("rb") as file:
+        content = file.read(MAX_BYTES + 1)
+    if len(content) > MAX_BYTES:
+        raise ValueError(f"it has more than {MAX_BYTES:,} bytes")
+    return content.decode("utf-8")
 
 
 def new_folder(parent: Path, name: str, number: int = 0) -> Path:

@@ -15,7 +15,7 @@ from typing import Any
 
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
-from lit_effattn.checkpoints.runs import LAST, PREVIOUS, is_checkpoint, run_folders, run_of
+from lit_effattn.checkpoints.runs import LAST, PREVIOUS, is_checkpoint, run_folders, run_of, small_text
 
 JOB_FILE = "slurm_job"
 """The file in the folder of a run with the job that trains it, the command's arguments, and torchrun's id."""
@@ -70,7 +70,7 @@ def interrupted_checkpoint(root: Path, args: list[str]) -> Path | None:
 
 def _read(path: Path) -> Any:
     try:
-        return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else None  # a FIFO would wait
+        return json.loads(small_text(path))
     except (OSError, ValueError, RecursionError):
         return None
 

@@ -11,7 +11,7 @@ from typing import NoReturn
 
 from lit_effattn.checkpoints.printable import printable
 from lit_effattn.settings import parsers
-from lit_effattn.settings.own_classes import add_current_folder
+from lit_effattn.settings.own_classes import may_name_modules
 from lit_effattn.stopping import Stopped, stoppable
 
 # Lightning 2.6 itself uses deprecated functions of jsonargparse; users cannot change that.
@@ -105,6 +105,10 @@ def main(args: list[str] | None = None) -> None:
         raise
     except KeyboardInterrupt:
         sys.exit(INTERRUPTED)
+    except MemoryError as error:
+        if os.environ.get(DEBUG):
+            raise
+        fail(" ".join(f"there is too little memory. {error}".split()))
     except BrokenPipeError as error:
         if not _is_stdout_closed():
             fail(_message(error))
@@ -131,7 +135,7 @@ def _main(args: list[str] | None) -> None:
     if args[0] == "--version":
         return _print_version(args[1:])
     _check_unicode(args)
-    add_current_folder()
+    may_name_modules(" ".join(args))
     if args[0] in LISTS:
         return _list(args[0], args[1:])
     if args[0] == CONVERT:
@@ -147,7 +151,9 @@ def _main(args: list[str] | None) -> None:
         _check_arguments(args)
     except ValueError as error:  # of a name that --trust gives
         fail(str(error))
-    from lit_effattn.cli.command import UsageError, run
+    from lit_effattn.cli.command import UsageError, quieten, run
+
+    quieten()
 
     def call() -> None:
         if _is_stream(args):
@@ -242,7 +248,7 @@ def _convert(args: list[str]) -> None:
         options = parsers.convert().parse_args(args)
         from lit_effattn.interchange.convert import convert
 
-        warnings.formatwarning = lambda message, *_, **__: f"warning: {message}\n"
+        warnings.formatwarning = lambda message, *_, **__: f"warning: {printable(str(message))}\n"
         print(printable(convert(options.source, options.target, trust=options.trust)))
     except (OSError, ValueError) as error:
         if os.environ.get(DEBUG):

@@ -54,6 +54,7 @@ from lit_effattn.checkpoints.run_lock import RunLock
 from lit_effattn.checkpoints.runs import (
     LAST,
     PREVIOUS,
+    check_contained,
     discard,
     discard_if_empty,
     find_checkpoint,
@@ -138,7 +139,6 @@ _TENSOR_CORES = (
 
 def run(args: list[str]) -> None:
     """Parse `args` and run the command."""
-    _quieten()
     if args[:2] == ["data", "prepare"]:
         prepare(args[2:])
         return
@@ -189,7 +189,7 @@ def _dump_yaml(settings: Any) -> str:
     return text
 
 
-def _quieten() -> None:
+def quieten() -> None:
     """Suppress warnings that users of the command cannot act upon, each for the reason in its comment."""
     for message in (
         ".*LightningCLI's args parameter is intended to run from within Python.*",  # as here
@@ -569,7 +569,9 @@ class CLI(LightningCLI):
             self._new_folder = folder if self._is_first() else None
         elif self.subcommand != "fit":
             folder.mkdir(parents=True, exist_ok=True)  # of a shipped model
-            folder = _writable(folder)
+            folder = _writable(check_contained(folder))
+        else:
+            check_contained(folder)
         os.environ[RUN] = str(folder)
         return folder
 

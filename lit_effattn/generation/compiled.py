@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import gc
 import hashlib
-import os
 import platform
 import sys
 from collections.abc import Callable, Sequence
@@ -189,11 +188,9 @@ def program(step: Step, tokens: Tensor, state: Sequence[Tensor]) -> Program:
     """
     exported = _traced(step, tokens, list(state))
     path = cpp_build.private_folder("steps") / f"{_key(exported)}.pt2"
-    digest = path.with_suffix(".sha256")
     try:
-        if not (path.exists() and digest.exists() and digest.read_text() == _digest(path)):
+        if not cpp_build.is_intact(path):
             _compile(exported, path)
-            digest.write_text(_digest(path))
         return Program(_loaded(path, exported), _shapes(exported))
     except Exception as error:  # of any kind, from inductor, the C++ compiler or the loader
         raise CompilationError(f"{type(error).__name__}: {error}") from error
@@ -237,19 +234,13 @@ def _processor() -> str:
     return next((line for line in lines if line.startswith(("flags", "Features"))), platform.processor())
 
 
-def _digest(path: Path) -> str:
-    return hashlib.sha256(path.read_bytes()).hexdigest()
-
-
 def _compile(exported: torch.export.ExportedProgram, path: Path) -> None:
     """Compile a program into the file `path`, which appears whole."""
     print("Compiling a step of generation, once for this architecture: about 20 s", file=sys.stderr)
     with quiet(), TemporaryDirectory(dir=path.parent) as folder:
         part = Path(folder, path.name)
         torch._inductor.aoti_compile_and_package(exported, package_path=str(part), inductor_configs={**OPTIONS})
-        with part.open("rb") as file:
-            os.fsync(file.fileno())
-        part.replace(path)
+        cpp_build.install(part, path)
 
 
 def _loaded(path: Path, exported: torch.export.ExportedProgram) -> Run:

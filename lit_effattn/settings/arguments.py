@@ -26,6 +26,7 @@ from jsonargparse import get_loader
 
 from lit_effattn.checkpoints.allowlist import Trust
 from lit_effattn.checkpoints.plain_yaml import MAX_BYTES, OutOfBoundsError, check_bounds
+from lit_effattn.settings.own_classes import may_name_modules
 from lit_effattn.settings.shipped import find_config
 
 _FLAG = re.compile(r"(-[ch]|--[\w.-]+)(\+?)(?:=(.*))?", re.DOTALL)
@@ -53,6 +54,7 @@ def load_yaml(text: str) -> Any:
     """
     if "*" in text or ":" in text or len(text) > MAX_BYTES:  # else it has neither keys nor aliases
         check_bounds(text)
+    may_name_modules(text)
     try:
         return _load(text)
     except RecursionError as error:  # of PyYAML without libyaml

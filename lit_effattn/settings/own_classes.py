@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import re
 import sys
 from collections.abc import Iterator
+from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 TRUST = (
     "A module of your own, or the full name of a class or function, that a checkpoint (classes) or YAML and flags "
@@ -14,10 +16,29 @@ TRUST = (
 )
 
 
-def add_current_folder() -> None:
-    """Add the current folder to the end of the import path, for classes such as my_module.MyAttention."""
-    if (folder := str(Path.cwd())) not in sys.path:
-        sys.path.append(folder)
+class _CurrentFolder:
+    """The last finder of modules: it adds the current folder to the import path for a module that the user names.
+
+    Otherwise a file of that folder would run in place of any module that a library tries to import and lacks.
+    """
+
+    words: ClassVar[set[str]] = set()
+
+    @classmethod
+    def find_spec(cls, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
+        """Find a module that no other finder has found."""
+        if name not in cls.words or (folder := str(Path.cwd())) in sys.path:
+            return None
+        if (spec := PathFinder.find_spec(name, [folder])) is not None:
+            sys.path.append(folder)
+        return spec
+
+
+def may_name_modules(text: str) -> None:
+    """Let the words of the user's own arguments or files name modules in the current folder: my_module.MyAttention."""
+    _CurrentFolder.words.update(re.findall(r"[^\W\d]\w*", text))
+    if _CurrentFolder not in sys.meta_path:
+        sys.meta_path.append(_CurrentFolder)
 
 
 def subclasses(base: type) -> Iterator[type]:

@@ -22,7 +22,7 @@ from lit_effattn.checkpoints.runs import run_of, short
 from lit_effattn.checkpoints.spec_build import check_value
 from lit_effattn.checkpoints.spec_check import ANYTHING, CheckpointJudge, Place, check, parameters
 from lit_effattn.settings.arguments import Arguments, Settings
-from lit_effattn.settings.downloads import forbid_downloads
+from lit_effattn.settings.downloads import forbid_downloads, forbid_folders
 from lit_effattn.settings.own_classes import subclasses
 from lit_effattn.settings.trainer import Trainer
 from lit_effattn.tasks import Task
@@ -80,6 +80,7 @@ def checked_settings(
         check_value(taken["data"], pl.LightningDataModule, "data", judge)
         paths.update(judge.texts)
         offline = forbid_downloads(taken["data"], user)
+        forbid_folders(taken["data"], user, judge.source)
     if paths:
         rank_zero_info(
             "The checkpoint names " + ", ".join(f"{where} {text!r}" for where, text in sorted(paths.items()))

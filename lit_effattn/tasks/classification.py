@@ -13,6 +13,7 @@ from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
 from torch import Tensor, nn
 
 from lit_effattn.attention.positions import bind
+from lit_effattn.checkpoints.printable import table_cell
 from lit_effattn.checkpoints.runs import short
 from lit_effattn.checks import at_least, probabilities
 from lit_effattn.datamodules.common.labelled import LabelledBatch
@@ -245,9 +246,9 @@ class SequenceClassifier(Task):
             writer = csv.writer(file, lineterminator="\n")
             writer.writerow(["index", "class", "probability", *([] if labels is None else ["label"])])
             for i in indices.argsort().tolist():
-                label = [] if labels is None else [self.classes[int(labels[i])]]
+                label = [] if labels is None else [table_cell(self.classes[int(labels[i])])]
                 p = round(float(columns["probability"][i]), 6)
-                writer.writerow([int(indices[i]), self.classes[int(classes[i])], p, *label])
+                writer.writerow([int(indices[i]), table_cell(self.classes[int(classes[i])]), p, *label])
         message = f"classes of {len(classes)} sequences: {short(path)}"
         if labels is None or len(self.classes) > PICTURED_CLASSES:
             return message

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from lit_effattn.checkpoints.files import DamagedError, whole
 from lit_effattn.checkpoints.runs import short
 from lit_effattn.generation import Kept
-from lit_effattn.sequence import SequenceModule, State, map_tensors
+from lit_effattn.sequence import SequenceModule, State, map_tensors, nbytes
 
 if TYPE_CHECKING:
     from lit_effattn.tasks.speech_stream import SpeechStream
@@ -58,16 +58,14 @@ def load_state(path: Path, model: nn.Module, backbone: SequenceModule) -> Kept:
     """
     leaves, about = _read(path, {"drawn"}, {_TOKENS}, model, backbone, "generate")
     tokens = leaves.pop(_TOKENS)
-    empty = backbone.initial_state(len(tokens), max_len=1, device=torch.device("meta"))
-    return Kept(_filled(empty, leaves, path), tokens, about["drawn"])
+    return Kept(_of_backbone(backbone, leaves, path, len(tokens)), tokens, about["drawn"])
 
 
 def load_images(path: Path, model: nn.Module, backbone: SequenceModule) -> tuple[Kept, Tensor]:
     """Read a file of `save_state` with images, and return the state and the levels so far (n, P): see `load_state`."""
     leaves, about = _read(path, {"drawn"}, {_TOKENS, _LEVELS}, model, backbone, "generate")
     tokens, levels = leaves.pop(_TOKENS), leaves.pop(_LEVELS)
-    empty = backbone.initial_state(len(tokens), max_len=1, device=torch.device("meta"))
-    return Kept(_filled(empty, leaves, path), tokens, about["drawn"]), levels
+    return Kept(_of_backbone(backbone, leaves, path, len(tokens)), tokens, about["drawn"]), levels
 
 
 def load_source(path: Path, model: nn.Module, backbone: SequenceModule, like: State) -> tuple[Tensor, State]:
@@ -118,7 +116,7 @@ def load_stream(stream: SpeechStream, path: Path) -> None:
         written = ", ".join(f"{name} {value}" for name, value in about["stream"].items())
         raise ValueError(f"{path} is of a stream with other options; give those with which it was written: {written}")
     given: Any = {name: leaves.pop(name, None) for name in stream.kept._fields if name != "state"}
-    state = _filled(backbone.initial_state(1, device=torch.device("meta")), leaves, path) if leaves else None
+    state = _of_backbone(backbone, leaves, path, 1) if leaves else None
     for name in ("samples", "moments"):  # of the features, which are computed on the CPU
         given[name] = None if given[name] is None else given[name].cpu()
     stream.kept = stream.kept._replace(**given, state=state)
@@ -225,6 +223,20 @@ def _leaves(state: State, name: str = "state") -> Iterator[tuple[str, Tensor]]:
     elif state is not None:
         for i, part in enumerate(state):
             yield from _leaves(part, f"{name}.{i}")
+
+
+def _of_backbone(backbone: SequenceModule, leaves: dict[str, Tensor], path: Path, rows: int) -> State:
+    """Return the state of `rows` rows with the tensors `leaves`, which must have room for the positions it has read."""
+    state = _filled(backbone.initial_state(rows, max_len=1, device=torch.device("meta")), leaves, path)
+    longest = max((int(length.max()) for length in _lengths(state) if len(length)), default=0)
+    longest = min(longest, 2**40)  # beyond, torch can't count the bytes
+    needed = nbytes(backbone.initial_state(rows, max_len=longest, device=torch.device("meta")))
+    if needed > 2 * nbytes(state) + 2**24:
+        raise DamagedError(
+            f"{path} is not a saved state: one of {longest:,} positions has {needed:,} bytes, and it has "
+            f"{nbytes(state):,}; write it again"
+        )
+    return state
 
 
 def _filled(like: State, leaves: dict[str, Tensor], path: Path) -> State:

@@ -63,10 +63,10 @@ def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: py
 
 
 def test_the_command_changes_what_lightning_logs(monkeypatch: pytest.MonkeyPatch):
-    from lit_effattn.cli.command import _quieten
+    from lit_effattn.cli.command import quieten
 
     monkeypatch.setattr("warnings.formatwarning", None)
-    _quieten()
+    quieten()
     handlers = [handler for name in ("lightning.pytorch", "lightning") for handler in logging.getLogger(name).handlers]
     assert handlers
     assert all(any(isinstance(f, PrintableRecords) for f in handler.filters) for handler in handlers)

@@ -45,7 +45,7 @@ def deep(levels: int) -> list[Any]:
 def test_what_no_checkpoint_holds(content: Any, words: str, tmp_path: Any):
     with pytest.raises(ValueError, match=words):
         check_plain(content)
-    if words != "contains itself":
+    if words not in ("contains itself", "is sparse"):
         torch.save({"state_dict": {}, "x": content}, tmp_path / "it.ckpt")
         with pytest.raises(DamagedError, match=words):
             read(tmp_path / "it.ckpt")

@@ -27,7 +27,7 @@ from lit_effattn.attention import LinearAttention, SoftmaxAttention
 from lit_effattn.checkpoints import run_lock
 from lit_effattn.checkpoints.runs import LAST
 from lit_effattn.cli import main
-from lit_effattn.cli.command import CLI, _Parser, _quieten, integers_first
+from lit_effattn.cli.command import CLI, _Parser, integers_first, quieten
 from lit_effattn.datamodules import PixelSequences
 from lit_effattn.generation import compiled
 from lit_effattn.settings.arguments import Arguments
@@ -154,7 +154,7 @@ def test_on_a_gpu_a_flag_and_a_variable_are_named_for_faster_products(
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "H200")
     monkeypatch.setattr(cuda, "_is_ampere_or_later", lambda device: True)
-    _quieten()
+    quieten()
     cuda._check_cuda_matmul_precision.__wrapped__(torch.device("cuda", 0))
     (message,) = caplog.messages
     assert "--trainer.precision bf16-mixed" in message

@@ -16,7 +16,8 @@ def interpreted(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[Path]:
     compiled.cpp_build.private_folder.cache_clear()
 
     def compile_(exported: torch.export.ExportedProgram, path: Path) -> None:
-        torch.export.save(exported, path)
+        torch.export.save(exported, part := path.with_name("part.pt2"))
+        compiled.cpp_build.install(part, path)
         files.append(path)
 
     def loaded(path: Path, exported: torch.export.ExportedProgram) -> compiled.Run:

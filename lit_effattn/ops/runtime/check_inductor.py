@@ -1,4 +1,4 @@
-"""Checks that `torch.compile` can run on this machine."""
+"""Checks that `torch.compile` can run on this machine, and gives it a cache folder of this user's own."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ import sysconfig
 from pathlib import Path
 
 import torch
+
+from lit_effattn.ops.runtime import cpp_build
 
 
 def check_inductor(asked: str, device: torch.device) -> None:
@@ -21,6 +23,8 @@ def check_inductor(asked: str, device: torch.device) -> None:
     Raises:
         ValueError: If a requirement is missing.
     """
+    # Inductor's own folder, /tmp/torchinductor_USER, may be another user's, and inductor runs the libraries in it.
+    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cpp_build.private_folder("inductor")))
     if device.type == "cpu":
         _check_for_cpu(asked)
     elif device.type == "cuda":

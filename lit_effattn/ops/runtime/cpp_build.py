@@ -113,18 +113,41 @@ def build(name: str, vectors: Sequence[str] = ()) -> Path:
     known = "\0".join(
         [*compiler, _version(compiler), *options, *(path.read_text(encoding="utf-8") for path in sources)]
     )
-    file = f"{name}-{hashlib.sha256(known.encode()).hexdigest()[:16]}.so"
-    folder = private_folder("kernels")
-    if not (folder / file).exists():
+    file = private_folder("kernels") / f"{name}-{hashlib.sha256(known.encode()).hexdigest()[:16]}.so"
+    if not is_intact(file):
         # Compiled to a temporary file: other processes may compile or load it at the same time.
-        handle, temporary = tempfile.mkstemp(suffix=".so", dir=folder)
-        os.close(handle)
-        try:
-            _run([*compiler, *options, str(sources[-1]), "-o", temporary])
-            Path(temporary).replace(folder / file)
-        finally:
-            Path(temporary).unlink(missing_ok=True)
-    return folder / file
+        with tempfile.TemporaryDirectory(dir=file.parent) as folder:
+            part = Path(folder, file.name)
+            _run([*compiler, *options, str(sources[-1]), "-o", str(part)])
+            install(part, file)
+    return file
+
+
+def is_intact(library: Path) -> bool:
+    """Return whether a compiled library is as `install` wrote it. Loading a truncated one would kill the process."""
+    try:
+        return _digest_file(library).read_text(encoding="ascii") == _digest(library)
+    except (OSError, UnicodeDecodeError):
+        return False
+
+
+def install(part: Path, library: Path) -> None:
+    """Rename the complete file `part` to `library`, with its checksum in a file beside it, and flush both."""
+    digest = part.with_name(f"{part.name}.digest")
+    digest.write_text(_digest(part), encoding="ascii")
+    for path in (part, digest):
+        with path.open("rb+") as file:
+            os.fsync(file.fileno())
+    part.replace(library)
+    digest.replace(_digest_file(library))
+
+
+def _digest_file(library: Path) -> Path:
+    return library.with_suffix(".sha256")
+
+
+def _digest(library: Path) -> str:
+    return hashlib.sha256(library.read_bytes()).hexdigest()
 
 
 def compiler_version() -> str:
@@ -156,26 +179,40 @@ def private_folder(name: str) -> Path:
     try:
         # The parent is `datamodules.cache.default_cache()`. Whoever can write to it can replace the folder.
         parent = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "lit-effattn"
-        folder = parent / name
-        for path in (parent, folder):
+        for path in (parent.parent, parent, parent / name):
             path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        folder = (parent / name).resolve()  # without links, which another user could change
+        for path in (parent.resolve(), folder):
             if not _is_private(path):
                 raise PermissionError(f"{path} belongs to another user or can be written by others (chmod go-w {path})")
-        for path in parent.absolute().parents:
-            if path.stat().st_mode & (stat.S_IWOTH | stat.S_ISVTX) == stat.S_IWOTH:
-                raise PermissionError(f"{path} can be written by others, who can replace {parent} (chmod o-w {path})")
+        for path in folder.parents:
+            if not _keeps_names(path):
+                raise PermissionError(f"others can write to {path} and replace {folder} (chmod go-w {path})")
         with tempfile.TemporaryFile(dir=folder):
             return folder
     except (OSError, RuntimeError) as error:  # no home, another owner, disk full
-        private = Path(tempfile.mkdtemp(prefix="lit-effattn-"))
-        warnings.warn(f"Compiled {name} are kept in {private}, for this process only: {error}", stacklevel=2)
-        return private
+        private = tempfile.TemporaryDirectory(prefix="lit-effattn-", ignore_cleanup_errors=True)
+        _temporary.append(private)
+        warnings.warn(f"Compiled {name} are kept in {private.name}, for this process only: {error}", stacklevel=2)
+        return Path(private.name)
+
+
+_temporary: list[tempfile.TemporaryDirectory[str]] = []  # deleted when the process ends
 
 
 def _is_private(folder: Path) -> bool:
     """Return whether only this user can write to `folder`, whose libraries are executed."""
     about = folder.stat()
     return not hasattr(os, "getuid") or (about.st_uid == os.getuid() and not about.st_mode & 0o022)
+
+
+def _keeps_names(folder: Path) -> bool:
+    """Return whether only this user and root can rename what this user has in `folder`."""
+    about = folder.stat()
+    if not hasattr(os, "getuid"):
+        return True
+    owners = (0, os.getuid(), Path("/").stat().st_uid)  # in a user namespace the machine's root has another number
+    return about.st_uid in owners and (not about.st_mode & 0o022 or bool(about.st_mode & stat.S_ISVTX))
 
 
 def _stop(process: subprocess.Popen[str]) -> None:

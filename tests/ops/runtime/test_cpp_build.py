@@ -1,5 +1,7 @@
 import os
 import shutil
+import subprocess
+import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
@@ -40,7 +42,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
 @needs_compiler
 def test_compiled_once_and_anew_when_its_source_changes(folder: Path, tmp_path: Path):
     assert library("small").answer() == 42
-    (made,) = folder.iterdir()
+    (made,) = folder.glob("*.so")
     time = made.stat().st_mtime_ns
     library.cache_clear()
     assert library("small").answer() == 42
@@ -50,7 +52,7 @@ def test_compiled_once_and_anew_when_its_source_changes(folder: Path, tmp_path: 
         source = tmp_path / name
         source.write_text(source.read_text() + "\n")
         several.add(build("small", cpp_build._VECTORS.get(torch.backends.cpu.get_cpu_capability(), ())))
-    assert set(folder.iterdir()) == several
+    assert set(folder.glob("*.so")) == several
     assert len(several) == 4
 
 
@@ -58,7 +60,21 @@ def test_compiled_once_and_anew_when_its_source_changes(folder: Path, tmp_path: 
 def test_several_at_the_same_time(folder: Path):
     with ThreadPoolExecutor(4) as pool:
         (path,) = set(pool.map(build, ["small"] * 4))
-    assert list(folder.iterdir()) == [path]  # and nothing half-written
+    assert sorted(folder.iterdir()) == [path.with_suffix(".sha256"), path]  # and nothing half-written
+
+
+@needs_compiler
+@pytest.mark.parametrize("size", [0, 4000])
+def test_a_library_that_is_not_whole_is_made_again(size: int, folder: Path):
+    """An empty one could never be loaded, and a half one ends the process."""
+    path = build("small")
+    whole = path.stat().st_size
+    with path.open("rb+") as file:
+        file.truncate(size)
+    assert build("small").stat().st_size == whole
+    assert library("small").answer() == 42
+    path.with_suffix(".sha256").write_text("")
+    assert cpp_build.is_intact(build("small"))
 
 
 @needs_compiler
@@ -114,11 +130,36 @@ def test_whoever_can_replace_the_cache_is_not_trusted(folder: Path, tmp_path: Pa
     above = folder.parent.parent
     above.mkdir()
     monkeypatch.setattr(cpp_build.tempfile, "tempdir", str(tmp_path))
-    for mode, is_used in ((0o1777, True), (0o777, False), (0o755, True)):
+    for mode, is_used in ((0o1777, True), (0o777, False), (0o775, False), (0o755, True)):
         above.chmod(mode)
         cpp_build.private_folder.cache_clear()
-        with nullcontext() if is_used else pytest.warns(UserWarning, match=rf"chmod o-w {above}\)"):
+        with nullcontext() if is_used else pytest.warns(UserWarning, match=rf"chmod go-w {above}\)"):
             assert (cpp_build.private_folder("kernels") == folder) == is_used
+
+
+@pytest.mark.parametrize("link", ["kernels", "lit-effattn", ""])
+def test_a_link_into_a_folder_of_all_users_is_not_followed(
+    link: str, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    shared, path = tmp_path / "shared", tmp_path / "cache"
+    (shared / "lit-effattn" / "kernels").mkdir(parents=True, mode=0o700)
+    shared.chmod(0o777)
+    parts = (*folder.relative_to(path).parts,) if link else ()
+    names = parts[: parts.index(link) + 1] if link else ()
+    path.joinpath(*names).parent.mkdir(parents=True, exist_ok=True)
+    path.joinpath(*names).symlink_to(shared.joinpath(*names))
+    monkeypatch.setattr(cpp_build.tempfile, "tempdir", str(tmp_path))
+    with pytest.warns(UserWarning, match="others can write to"):
+        assert cpp_build.private_folder("kernels").parent == tmp_path
+
+
+def test_a_temporary_folder_is_deleted_when_the_process_ends(tmp_path: Path):
+    code = "from lit_effattn.ops.runtime import cpp_build; print(cpp_build.private_folder('kernels'))"
+    (tmp_path / "file").write_text("")
+    environment = {**os.environ, "XDG_CACHE_HOME": str(tmp_path / "file"), "TMPDIR": str(tmp_path)}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+    assert Path(done.stdout.strip()).parent == tmp_path
+    assert not list(tmp_path.glob("lit-effattn-*"))
 
 
 @needs_compiler
@@ -149,7 +190,7 @@ def test_where_nothing_can_be_written(monkeypatch: pytest.MonkeyPatch, tmp_path:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))  # not a folder
     monkeypatch.setattr(cpp_build.tempfile, "tempdir", str(tmp_path))
     assert library("small").answer() == 42
-    assert [p.suffix for p in next(tmp_path.glob("lit-effattn-*")).iterdir()] == [".so"]
+    assert [p.suffix for p in next(tmp_path.glob("lit-effattn-*")).glob("*.so")] == [".so"]
 
 
 @pytest.mark.skipif(os.name == "nt", reason="needs a shell")

@@ -263,7 +263,9 @@ def check_optimizer(saved: Any, optimizer: Optimizer, where: str, has_stepped: b
 
 def _sizes(groups: Any) -> list[int] | None:
     """Return the number of parameters of each group; None if `groups` is not a list of groups."""
-    params = [group.get("params") for group in groups if isinstance(group, dict)] if isinstance(groups, list) else []
+    params: list[Any] = (
+        [group.get("params") for group in groups if isinstance(group, dict)] if isinstance(groups, list) else []
+    )
     return [*map(len, params)] if params and all(isinstance(numbers, list) for numbers in params) else None
 
 

@@ -47,15 +47,12 @@ def test_masks_are_as_many_as_said_and_within_their_bounds():
     assert max(len(runs(rows.numpy())) for rows, _ in found) == 3
 
 
-def test_short_utterances_and_no_masks():
+def test_short_utterances_no_masks_and_wrong_options():
     rows, columns = hidden(SpecAugment(n_freq_masks=0, n_time_masks=0), (50, 40))
     assert not rows.any()
     assert not columns.any()
     assert hidden(SpecAugment(freq_mask=0, max_share=0.2), (4, 40))[0].sum() == 0  # ⌊0.8⌋ = 0 frames
     hidden(SpecAugment(freq_mask=40, max_share=1.0), (1, 40))
-
-
-def test_wrong_options_are_named():
     for name in ("n_freq_masks", "freq_mask", "n_time_masks", "time_mask"):
         with pytest.raises(ValueError, match=f"{name}=-1 must be at least 0"):
             SpecAugment(**{name: -1})

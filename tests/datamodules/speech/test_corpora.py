@@ -5,9 +5,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from jsonargparse import ArgumentParser
 
-from lit_effattn.datamodules import EspeakCorpus, LibriSpeechCorpus, ManifestCorpus, Pronouncer, SpeechCorpus
+from lit_effattn.datamodules import EspeakCorpus, LibriSpeechCorpus, ManifestCorpus, Pronouncer
 from lit_effattn.datamodules.speech.corpora import read_manifest
 from lit_effattn.datamodules.speech.phonemes import ESPEAK_PHONES
 
@@ -123,23 +122,32 @@ def three(root: Path, *lines: dict[str, Any]) -> list[str]:
     return [manifest(root / split / "manifest.json", *lines) for split in ("train", "val", "test")]
 
 
-def test_manifests_with_phonemes(tmp_path: Path):
+def test_manifests_with_phonemes_and_with_texts(tmp_path: Path):
     train, val, test = three(tmp_path, line(phonemes="b a"), line("b.wav", phonemes="c"))
     corpus = ManifestCorpus(train, val, manifest(Path(test), line(phonemes="z")))
     corpus.prepare()
     assert corpus.phones == corpus.folded == ("a", "b", "c")
     assert [(u.id, u.phones) for u in corpus.utterances("val")] == [("val/a.wav", ("b", "a")), ("val/b.wav", ("c",))]
     assert corpus.utterances("test")[0].audio == tmp_path / "test" / "a.wav"
-
-
-def test_manifests_with_texts(tmp_path: Path):
     manifests = three(tmp_path, line(text="Hello, world."), line("b.wav", text="foo"), line("c.wav", phonemes="L L"))
+    with pytest.raises(ValueError, match=r"manifest\.json:1: has a text, but no phonemes; give a lexicon"):
+        ManifestCorpus(*manifests).prepare()
+    with pytest.raises(FileNotFoundError, match="lexicon="):
+        ManifestCorpus(*manifests, lexicon=str(tmp_path / "nowhere")).prepare()
+    for options, message in (({"stress": True}, "stress=True needs a"), ({"g2p": Reader()}, "g2p was given without a")):
+        with pytest.raises(ValueError, match=f"{message} lexicon"):
+            ManifestCorpus(*manifests, **options)
     corpus = ManifestCorpus(*manifests, lexicon=lexicon(tmp_path))
     assert corpus.phones == spaced("AH D ER HH IY L OW R W")
     with pytest.warns(UserWarning, match=r"1 of 3 utterances are left out.*1 word \(FOO\)"):
         found = corpus.utterances("train")
     assert [u.phones for u in found] == [spaced("HH AH L OW W ER L D"), ("L", "L")]
     assert "OW1" in ManifestCorpus(*manifests, lexicon=lexicon(tmp_path), stress=True).phones
+    spelt = ManifestCorpus(*manifests, lexicon=lexicon(tmp_path), g2p=Reader()).utterances("val")
+    assert [u.phones for u in spelt] == [spaced("HH AH L OW W ER L D"), spaced("R IY D"), ("L", "L")]
+    librispeech(tmp_path, "test-clean", ("61-1-0000", "FOO"))
+    (read,) = LibriSpeechCorpus(str(tmp_path), lexicon(tmp_path), g2p=Reader()).utterances("test")
+    assert read.phones == spaced("R IY D")
 
 
 def test_phones_are_scored_as_the_folding_says(tmp_path: Path):
@@ -160,32 +168,11 @@ def test_phones_are_scored_as_the_folding_says(tmp_path: Path):
     assert (corpus.phones, corpus.folded) == (("a", "b", "c", "d"), ("", "b", "b", "d"))
 
 
-def test_texts_need_a_lexicon(tmp_path: Path):
-    manifests = three(tmp_path, line(phonemes="a"), line("b.wav", text="hello"))
-    with pytest.raises(ValueError, match=r"manifest\.json:2: has a text, but no phonemes; give a lexicon"):
-        ManifestCorpus(*manifests).prepare()
-    with pytest.raises(FileNotFoundError, match="lexicon="):
-        ManifestCorpus(*manifests, lexicon=str(tmp_path / "nowhere")).prepare()
-    with pytest.raises(ValueError, match="stress=True needs a lexicon"):
-        ManifestCorpus(*manifests, stress=True)
-
-
 class Reader(Pronouncer):
     """Reads every word as READ is read."""
 
     def pronounce(self, words: Iterable[str]) -> dict[str, tuple[str, ...]]:
         return dict.fromkeys(words, ("R", "IY", "D"))
-
-
-def test_unknown_words_are_pronounced_if_wanted(tmp_path: Path):
-    manifests = three(tmp_path, line(text="hello foo"), line("b.wav", text="bar"))
-    corpus = ManifestCorpus(*manifests, lexicon=lexicon(tmp_path), g2p=Reader())
-    assert [u.phones for u in corpus.utterances("val")] == [spaced("HH AH L OW R IY D"), spaced("R IY D")]
-    with pytest.raises(ValueError, match="g2p was given without a lexicon"):
-        ManifestCorpus(*manifests, g2p=Reader())
-    librispeech(tmp_path, "test-clean", ("61-1-0000", "FOO"))
-    found = LibriSpeechCorpus(str(tmp_path), lexicon(tmp_path), g2p=Reader()).utterances("test")
-    assert [u.phones for u in found] == [spaced("R IY D")]
 
 
 def librispeech(root: Path, subset: str, *utterances: tuple[str, str]) -> None:
@@ -218,44 +205,19 @@ def test_librispeech(tmp_path: Path):
     assert corpus.phones == spaced("AH0 D ER1 HH IY1 L OW1 R W")
     with pytest.warns(UserWarning, match=r"LibriSpeech test-clean: 1 of 2 .*FOO"):
         assert len(corpus.utterances("test")) == 1
-
-
-def test_librispeech_that_is_not_there(tmp_path: Path):
-    librispeech(tmp_path, "train-clean-100", ("19-198-0000", "HELLO"))
-    corpus = LibriSpeechCorpus(str(tmp_path), lexicon(tmp_path))
-    message = (
-        r"lacks LibriSpeech's dev-clean and test-clean: get dev-clean\.tar\.gz, test-clean\.tar\.gz.*openslr\.org/12"
-    )
-    with pytest.raises(FileNotFoundError, match=message):
-        corpus.prepare()
-    with pytest.raises(FileNotFoundError, match=message):
-        corpus.utterances("val")
-    (tmp_path / "LibriSpeech" / "dev-clean").mkdir()
-    with pytest.raises(ValueError, match="dev-clean: has no transcripts"):
+    message = r"lacks LibriSpeech's dev-other: get dev-other\.tar\.gz from .*openslr\.org/12"
+    corpus = LibriSpeechCorpus(str(tmp_path), lexicon(tmp_path), val=("dev-other",))
+    for call in (corpus.prepare, lambda: corpus.utterances("val")):
+        with pytest.raises(FileNotFoundError, match=message):
+            call()
+    (tmp_path / "LibriSpeech" / "dev-other").mkdir()
+    with pytest.raises(ValueError, match="dev-other: has no transcripts"):
         corpus.utterances("val")
     with pytest.raises(FileNotFoundError, match="lexicon="):
         LibriSpeechCorpus(str(tmp_path), "nowhere").prepare()
-
-
-def test_the_inventory_of_espeak_is_known_without_a_corpus(tmp_path: Path):
-    corpus = EspeakCorpus(str(tmp_path / "nothing"))
-    assert corpus.phones == corpus.folded == ESPEAK_PHONES
+    espeak = EspeakCorpus(str(tmp_path / "nothing"))
+    assert espeak.phones == espeak.folded == ESPEAK_PHONES  # known without a corpus
     with pytest.raises(FileNotFoundError, match="no such manifest"):
-        corpus.utterances("train")
+        espeak.utterances("train")
     with pytest.raises(ValueError, match="minutes=0 must be"):
         EspeakCorpus(minutes=0)
-
-
-def test_a_corpus_can_be_named_in_yaml():
-    parser = ArgumentParser(exit_on_error=False)
-    parser.add_argument("--corpus", type=SpeechCorpus)
-    for name, arguments in {
-        "EspeakCorpus": {"minutes": 30},
-        "ManifestCorpus": {"train": "a", "val": "b", "test": "c", "lexicon": "d"},
-        "TimitCorpus": {"root": "a"},
-        "LibriSpeechCorpus": {"root": "a", "lexicon": "b", "train": ["train-clean-100", "train-clean-360"]},
-    }.items():
-        given = {"corpus": {"class_path": f"lit_effattn.datamodules.{name}", "init_args": arguments}}
-        corpus = parser.instantiate_classes(parser.parse_object(given)).corpus
-        assert type(corpus).__name__ == name
-    assert corpus.subsets["train"] == ("train-clean-100", "train-clean-360")

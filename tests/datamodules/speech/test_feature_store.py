@@ -1,4 +1,3 @@
-import json
 import os
 import pickle
 import threading
@@ -72,24 +71,17 @@ def test_all_that_can_be_read_is_and_the_rest_is_named(tmp_path, utterances):
 
 
 def test_a_second_run_reads_nothing(tmp_path, utterances, reads):
-    first = stored(utterances, tmp_path / "cache")
-    assert len(reads) == 7
-    again = stored(utterances, tmp_path / "cache")
-    assert torch.equal(first[3], again[3])
-    assert len(reads) == 7
-    assert again.readings.faults == first.readings.faults
-    again[3][:] = 0  # a copy
-    assert torch.equal(first[3], again[3])
-
-
-def test_without_keeping_only_the_readings_are_remembered(tmp_path, utterances, reads):
-    features = stored(utterances, tmp_path / "cache", keep=False)
-    assert not list(tmp_path.rglob("*.bin"))
-    features[0]
-    assert len(reads) == 8
-    again = stored(utterances, tmp_path / "cache", keep=False)
-    assert again.readings.n_frames.tolist() == features.readings.n_frames.tolist()
-    assert len(reads) == 8
+    for keep in (True, False):
+        first = stored(utterances, tmp_path / str(keep), keep=keep)
+        del reads[:]
+        again = stored(utterances, tmp_path / str(keep), keep=keep)
+        assert torch.equal(first[3], again[3])
+        assert len(reads) == (0 if keep else 2)
+        assert again.readings.faults == first.readings.faults
+        assert again.readings.n_frames.tolist() == first.readings.n_frames.tolist()
+        again[3][:] = 0  # a copy
+        assert torch.equal(first[3], READER(utterances[3]))
+        assert bool(list((tmp_path / str(keep)).rglob("*.bin"))) == keep
 
 
 def rewritten(utterances):
@@ -127,49 +119,36 @@ def test_what_has_changed_is_read_anew(tmp_path, utterances, reads):
         assert len(reads) == 7 * number
 
 
-def test_an_interrupted_run_leaves_nothing_that_is_taken_for_whole(tmp_path, utterances, monkeypatch):
-    call = FeatureReader.__call__
+def test_what_was_damaged_or_interrupted_is_made_again(tmp_path, utterances, monkeypatch, reads):
+    def check():
+        assert torch.equal(stored(utterances, tmp_path / "cache")[6], READER(utterances[6]))
 
     def interrupted(reader, utterance):
         if utterance.id == "u2":
             raise KeyboardInterrupt
         return call(reader, utterance)
 
+    call = FeatureReader.__call__
     with monkeypatch.context() as patch:
         patch.setattr(FeatureReader, "__call__", interrupted)
         with pytest.raises(KeyboardInterrupt):
             stored(utterances, tmp_path / "cache")
     assert not list(tmp_path.rglob("*.bin"))
-    assert torch.equal(stored(utterances, tmp_path / "cache")[3], READER(utterances[3]))
-
-
-def test_what_was_damaged_is_made_again(tmp_path, utterances):
+    check()
     for name in ("features.bin", "n_frames.npy", "about.json"):
-        stored(utterances, tmp_path / "cache")
         (path,) = (tmp_path / "cache").glob(f"*/{name}")
         path.unlink() if name == "n_frames.npy" else path.write_bytes(path.read_bytes()[:-5])
-        assert torch.equal(stored(utterances, tmp_path / "cache")[6], READER(utterances[6]))
-
-
-def test_nothing_that_can_be_read(tmp_path, utterances):
-    features = stored([utterances[1]], tmp_path / "cache")
-    assert features.readings.n_frames.tolist() == [0]
-    assert json.loads(next((tmp_path / "cache").glob("*/about.json")).read_text())["speakers"] == [None]
-
-
-def test_what_a_killed_run_left_is_swept_away(tmp_path, utterances):
-    stored(utterances, tmp_path / "cache")
+        check()
     (folder,) = (p for p in (tmp_path / "cache").iterdir() if p.is_dir())
-    left = folder.rename(folder.with_name(f".{folder.name}.lit-effattn-unfinished"))
+    left = folder.rename(folder.with_name(f".{folder.name}.lit-effattn-unfinished"))  # by a killed run
     (left / "features.bin").write_bytes(b"half")
-    assert torch.equal(stored(utterances, tmp_path / "cache")[3], READER(utterances[3]))
+    check()
     assert not left.exists()
-
-
-def test_of_many_that_ask_one_reads(tmp_path, utterances, reads):
-    threads = [threading.Thread(target=stored, args=(utterances, tmp_path / "cache")) for _ in range(4)]
+    assert stored([utterances[1]], tmp_path / "nothing").readings.n_frames.tolist() == [0]
+    del reads[:]
+    threads = [threading.Thread(target=stored, args=(utterances, tmp_path / "threads")) for _ in range(4)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert len(reads) == 7
+    assert len(reads) == 7  # one reads, the others wait

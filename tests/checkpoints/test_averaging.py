@@ -60,15 +60,15 @@ def test_parameters_are_averaged_and_buffers_are_the_newest(tmp_path: Path):
     assert torch.equal(result["first.weight"], result["second.weight"])
 
 
-@pytest.mark.parametrize("n", [1, 3, 5])
-def test_equal_checkpoints_have_their_own_mean(n: int, tmp_path: Path):
-    paths = [tmp_path / f"{i}.ckpt" for i in range(n)]
-    for i, path in enumerate(paths):
-        state = saved(path, 7, features=torch.zeros(2))
-        torch.save({"state_dict": state, "global_step": i}, path)
-    result = averaged(paths)
-    assert torch.equal(result["large"], state["large"])
-    assert torch.equal(result["coarse"], state["coarse"])
+def test_equal_checkpoints_have_their_own_mean(tmp_path: Path):
+    for n in [1, 3, 5]:
+        paths = [tmp_path / f"{i}.ckpt" for i in range(n)]
+        for i, path in enumerate(paths):
+            state = saved(path, 7, features=torch.zeros(2))
+            torch.save({"state_dict": state, "global_step": i}, path)
+        result = averaged(paths)
+        assert torch.equal(result["large"], state["large"])
+        assert torch.equal(result["coarse"], state["coarse"])
 
 
 def another_shape(state: dict[str, Tensor]) -> None:
@@ -83,23 +83,20 @@ def another_buffer(state: dict[str, Tensor]) -> None:
     state["features"] = torch.zeros(4)
 
 
-@pytest.mark.parametrize(
-    ("change", "words"),
-    [
+def test_checkpoints_of_different_models_are_named(tmp_path: Path):
+    for change, words in [
         (another_shape, "large is 1 in the first and 2 in the second"),
         (another_parameter, "more is 2 in the first and absent in the second"),
         (another_buffer, "features is 4 in the first and 2 in the second"),
-    ],
-)
-def test_checkpoints_of_different_models_are_named(change, words: str, tmp_path: Path):
-    paths = [tmp_path / f"{i}.ckpt" for i in range(3)]
-    for i, path in enumerate(paths):
-        saved(path, i)
-    checkpoint = read_checkpoint(paths[1])
-    change(checkpoint["state_dict"])
-    torch.save(checkpoint, paths[1])
-    with pytest.raises(ValueError, match=rf"1\.ckpt and .*2\.ckpt hold different models, .*: {words}"):
-        averaged(paths)
+    ]:
+        paths = [tmp_path / f"{i}.ckpt" for i in range(3)]
+        for i, path in enumerate(paths):
+            saved(path, i)
+        checkpoint = read_checkpoint(paths[1])
+        change(checkpoint["state_dict"])
+        torch.save(checkpoint, paths[1])
+        with pytest.raises(ValueError, match=rf"1\.ckpt and .*2\.ckpt hold different models, .*: {words}"):
+            averaged(paths)
 
 
 def test_no_checkpoint_is_unpickled(tmp_path: Path):

@@ -46,16 +46,16 @@ def test_put_together_it_is_that_of_one_process(saved: Path):
     assert result["state_dict"]["four"].dtype == torch.bfloat16
 
 
-@pytest.mark.parametrize("n", SIZES)
-def test_any_number_of_processes_reads_its_rows(n: int, tmp_path: Path):
-    whole = checkpoint()["state_dict"]
-    parts = Parts(divide(checkpoint(), tmp_path / "last.ckpt", n))
-    result: dict[str, Divided] = parts.map(lambda divided: divided)["state_dict"]
-    for name, t in whole.items():
-        assert result[name].shape == t.shape
-        for first in range(len(t) + 1):
-            for last in range(first, len(t) + 1):
-                torch.testing.assert_close(result[name].rows(first, last), t[first:last], rtol=0, atol=0)
+def test_any_number_of_processes_reads_its_rows(tmp_path: Path):
+    for n in SIZES:
+        whole = checkpoint()["state_dict"]
+        parts = Parts(divide(checkpoint(), tmp_path / f"{n}.ckpt", n))
+        result: dict[str, Divided] = parts.map(lambda divided: divided)["state_dict"]
+        for name, t in whole.items():
+            assert result[name].shape == t.shape
+            for first in range(len(t) + 1):
+                for last in range(first, len(t) + 1):
+                    torch.testing.assert_close(result[name].rows(first, last), t[first:last], rtol=0, atol=0)
 
 
 def test_the_outline_has_shapes_and_settings(saved: Path):

@@ -2,7 +2,6 @@
 
 import time
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -13,9 +12,8 @@ from tests.support.commands import fails
 from tests.support.small_runs import checkpoint
 
 
-@pytest.mark.parametrize(
-    "make",
-    [
+def test_what_is_too_large_is_not_made():
+    for make in [
         lambda: torch.empty(2**40),
         lambda: torch.zeros(2**20, 2**20),
         lambda: torch.ones(2**40, dtype=torch.int8),
@@ -31,17 +29,15 @@ from tests.support.small_runs import checkpoint
         lambda: torch.empty(10**30),
         lambda: [torch.empty(2**27) for _ in range(100)],
         lambda: [torch.nn.Linear(1, 1) for _ in range(10**8)],
-    ],
-)
-def test_what_is_too_large_is_not_made(make: Any):
-    begun = time.process_time()
-    with (
-        torch.device("meta"),
-        pytest.raises(ValueError, match=r"it\.ckpt describes a larger model"),
-        model_of("it.ckpt", 100, 1),
-    ):
-        make()
-    assert time.process_time() - begun < 30
+    ]:
+        begun = time.process_time()
+        with (
+            torch.device("meta"),
+            pytest.raises(ValueError, match=r"it\.ckpt describes a larger model"),
+            model_of("it.ckpt", 100, 1),
+        ):
+            make()
+        assert time.process_time() - begun < 30
 
 
 def test_what_is_not_is_made():
@@ -68,26 +64,21 @@ def test_the_size_of_a_checkpoint():
 SIZES = [("d_model", 10**9), ("d_model", 10**30), ("n_layers", 10**8), ("d_ff", 10**12)]
 
 
-@pytest.mark.parametrize(("command", "name", "value"), [*(("python", *size) for size in SIZES), ("fit", *SIZES[0])])
 def test_a_checkpoint_of_a_small_file(
-    command: str,
-    name: str,
-    value: int,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
-    monkeypatch.chdir(tmp_path)
-    content = torch.load(checkpoint("pixels"), weights_only=True)
-    content["hyper_parameters"]["backbone"]["init_args"][name] = value
-    torch.save(content, "it.ckpt")
-    if command == "python":
-        with pytest.raises(ValueError, match=r"it\.ckpt describes a larger model"):
-            PixelModel.load_from_checkpoint("it.ckpt")
-    else:
-        assert "describes a larger model than it holds: with a tensor of" in fails(
-            capsys, command, "--ckpt_path", "it.ckpt"
-        )
+    for command, name, value in [*(("python", *size) for size in SIZES), ("fit", *SIZES[0])]:
+        monkeypatch.chdir(tmp_path)
+        content = torch.load(checkpoint("pixels"), weights_only=True)
+        content["hyper_parameters"]["backbone"]["init_args"][name] = value
+        torch.save(content, "it.ckpt")
+        if command == "python":
+            with pytest.raises(ValueError, match=r"it\.ckpt describes a larger model"):
+                PixelModel.load_from_checkpoint("it.ckpt")
+        else:
+            assert "describes a larger model than it holds: with a tensor of" in fails(
+                capsys, command, "--ckpt_path", "it.ckpt"
+            )
 
 
 def test_real_checkpoints_are_within():

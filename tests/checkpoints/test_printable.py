@@ -27,9 +27,9 @@ def test_controls_and_orders_of_writing_are_escaped():
             assert printable(chr(number)).isascii()
 
 
-@pytest.mark.parametrize("text", ["two\nlines\tand a tab", "naïve café", "می‌خواهم", "👩‍👩‍👧", "שלום", "日本語"])
-def test_other_text_stays(text: str):
-    assert printable(text) == text
+def test_other_text_stays():
+    for text in ["two\nlines\tand a tab", "naïve café", "می‌خواهم", "👩‍👩‍👧", "שלום", "日本語"]:
+        assert printable(text) == text
 
 
 def test_what_is_printed(capsys: pytest.CaptureFixture[str]):

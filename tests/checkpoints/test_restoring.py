@@ -31,52 +31,52 @@ def stepped(kind: Any, **options: Any) -> tuple[Any, dict[str, Any]]:
     return new, optimizer.state_dict()
 
 
-@pytest.mark.parametrize("name", [*OPTIMISERS, "Adafactor"])
-def test_every_optimiser_goes_on(name: str):
-    new, saved = stepped(getattr(torch.optim, name), lr=0.1)
-    check_optimizer(saved, new, "it", has_stepped=True)
-    for group in saved["param_groups"]:  # an older torch's
-        group.pop("foreach", None)
-        if name != "Adafactor":  # the first one had it
-            group.pop("maximize", None)
-    check_optimizer(saved, new, "it", has_stepped=True)
+def test_every_optimiser_goes_on():
+    for name in [*OPTIMISERS, "Adafactor"]:
+        new, saved = stepped(getattr(torch.optim, name), lr=0.1)
+        check_optimizer(saved, new, "it", has_stepped=True)
+        for group in saved["param_groups"]:  # an older torch's
+            group.pop("foreach", None)
+            if name != "Adafactor":  # the first one had it
+                group.pop("maximize", None)
+        check_optimizer(saved, new, "it", has_stepped=True)
 
 
-@pytest.mark.parametrize("name", [*OPTIMISERS, "Adafactor"])
-def test_a_group_without_an_option_is_refused_unless_a_step_works(name: str):
+def test_a_group_without_an_option_is_refused_unless_a_step_works():
     """torch adds some options that earlier versions lacked, and no others."""
-    new, saved = stepped(getattr(torch.optim, name), lr=0.1)
-    refused = set()
-    for option in saved["param_groups"][0].keys() - {"params"}:
-        without = [{k: v for k, v in saved["param_groups"][0].items() if k != option}]
-        changed = {**saved, "param_groups": without}
-        loaded, _ = stepped(getattr(torch.optim, name), lr=0.1)
-        loaded.load_state_dict(changed)
-        for p in loaded.param_groups[0]["params"]:
-            p.grad = torch.ones_like(p)
-        try:
-            loaded.step()
-        except KeyError:
-            with pytest.raises(ValueError, match=rf"it\.param_groups\[0\] has no '{option}'"):
+    for name in [*OPTIMISERS, "Adafactor"]:
+        new, saved = stepped(getattr(torch.optim, name), lr=0.1)
+        refused = set()
+        for option in saved["param_groups"][0].keys() - {"params"}:
+            without = [{k: v for k, v in saved["param_groups"][0].items() if k != option}]
+            changed = {**saved, "param_groups": without}
+            loaded, _ = stepped(getattr(torch.optim, name), lr=0.1)
+            loaded.load_state_dict(changed)
+            for p in loaded.param_groups[0]["params"]:
+                p.grad = torch.ones_like(p)
+            try:
+                loaded.step()
+            except KeyError:
+                with pytest.raises(ValueError, match=rf"it\.param_groups\[0\] has no '{option}'"):
+                    check_optimizer(changed, new, "it", has_stepped=True)
+                refused.add(option)
+        assert refused
+
+
+def test_what_is_unset_in_a_new_group_is_a_boolean_later():
+    for option in ["foreach", "fused"]:
+        for name in OPTIMISERS:
+            new, saved = stepped(getattr(torch.optim, name), lr=0.1)
+            (group,) = saved["param_groups"]
+            if option not in group:
+                continue
+            for value in (torch.zeros(2, 3), "yes", [], 1):
+                changed = {**saved, "param_groups": [{**group, option: value}]}
+                with pytest.raises(ValueError, match=rf"it\.param_groups\[0\]\.{option} .*true, false or None"):
+                    check_optimizer(changed, new, "it", has_stepped=True)
+            for value in (True, False, None):
+                changed = {**saved, "param_groups": [{**group, option: value}]}
                 check_optimizer(changed, new, "it", has_stepped=True)
-            refused.add(option)
-    assert refused
-
-
-@pytest.mark.parametrize("name", OPTIMISERS)
-@pytest.mark.parametrize("option", ["foreach", "fused"])
-def test_what_is_unset_in_a_new_group_is_a_boolean_later(name: str, option: str):
-    new, saved = stepped(getattr(torch.optim, name), lr=0.1)
-    (group,) = saved["param_groups"]
-    if option not in group:
-        return
-    for value in (torch.zeros(2, 3), "yes", [], 1):
-        changed = {**saved, "param_groups": [{**group, option: value}]}
-        with pytest.raises(ValueError, match=rf"it\.param_groups\[0\]\.{option} .*true, false or None"):
-            check_optimizer(changed, new, "it", has_stepped=True)
-    for value in (True, False, None):
-        changed = {**saved, "param_groups": [{**group, option: value}]}
-        check_optimizer(changed, new, "it", has_stepped=True)
 
 
 def test_an_optimiser_of_two_goes_on():
@@ -109,22 +109,22 @@ def test_states_may_be_divided_among_processes(tmp_path: Path):
         check_optimizer(divided, new, "it", has_stepped=True)
 
 
-@pytest.mark.parametrize("name", [name for name in OPTIMISERS if name != "SGD"])
-def test_what_a_step_needs_is_there(name: str):
-    new, saved = stepped(getattr(torch.optim, name), lr=0.1)
-    for key, value in saved["state"][0].items():
-        for wrong in (None, "x", [], {}, torch.zeros(7, 7, 7)):
-            changed = copy.deepcopy(saved)
-            changed["state"][0][key] = wrong
-            with pytest.raises(ValueError, match=rf"it\.state\[0\]\.{key} is"):
-                check_optimizer(changed, new, "it", has_stepped=True)
-        if value.ndim == 0 and key == "step":
-            changed["state"][0][key] = -1.0
-            with pytest.raises(ValueError, match="not a count"):
-                check_optimizer(changed, new, "it", has_stepped=True)
-    with pytest.raises(ValueError, match="though the run has made steps"):
-        check_optimizer({**saved, "state": {}}, new, "it", has_stepped=True)
-    check_optimizer({**saved, "state": {}}, new, "it", has_stepped=False)
+def test_what_a_step_needs_is_there():
+    for name in [name for name in OPTIMISERS if name != "SGD"]:
+        new, saved = stepped(getattr(torch.optim, name), lr=0.1)
+        for key, value in saved["state"][0].items():
+            for wrong in (None, "x", [], {}, torch.zeros(7, 7, 7)):
+                changed = copy.deepcopy(saved)
+                changed["state"][0][key] = wrong
+                with pytest.raises(ValueError, match=rf"it\.state\[0\]\.{key} is"):
+                    check_optimizer(changed, new, "it", has_stepped=True)
+            if value.ndim == 0 and key == "step":
+                changed["state"][0][key] = -1.0
+                with pytest.raises(ValueError, match="not a count"):
+                    check_optimizer(changed, new, "it", has_stepped=True)
+        with pytest.raises(ValueError, match="though the run has made steps"):
+            check_optimizer({**saved, "state": {}}, new, "it", has_stepped=True)
+        check_optimizer({**saved, "state": {}}, new, "it", has_stepped=False)
 
 
 def schedule() -> Any:
@@ -137,10 +137,10 @@ def test_a_schedule_of_fewer_options_goes_on():
     check_scheduler(saved, schedule(), "it")
 
 
-@pytest.mark.parametrize("name", ["get_lr", "step", "optimizer", "state_dict", 7])
-def test_a_schedule_replaces_nothing_else(name: Any):
-    with pytest.raises(ValueError, match="which is not part of the state"):
-        check_scheduler({**schedule().state_dict(), name: 5}, schedule(), "it")
+def test_a_schedule_replaces_nothing_else():
+    for name in ["get_lr", "step", "optimizer", "state_dict", 7]:
+        with pytest.raises(ValueError, match="which is not part of the state"):
+            check_scheduler({**schedule().state_dict(), name: 5}, schedule(), "it")
 
 
 def test_a_schedule_says_where_it_is():

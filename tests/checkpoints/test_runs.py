@@ -178,19 +178,16 @@ def test_the_run_of_a_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert run_of(Path("checkpoints/last.ckpt")) == run.resolve()
 
 
-@pytest.mark.parametrize(
-    "path",
-    [
+def test_outside_any_run(tmp_path: Path):
+    for path in [
         "2026-03-02_09-00-00/last.ckpt",
         "2026-03-02_09-00-00/elsewhere/last.ckpt",
         "2026-03-02/checkpoints/last.ckpt",
         "2026-03-02_09-00-00_/checkpoints/last.ckpt",
         "my_2026-03-02_09-00-00/checkpoints/last.ckpt",
         "2026-03-02_09-00-00/more/checkpoints/last.ckpt",
-    ],
-)
-def test_outside_any_run(path: str, tmp_path: Path):
-    assert run_of(tmp_path / path) is None
+    ]:
+        assert run_of(tmp_path / path) is None
 
 
 # -------------------------------------------------------------------------------------------------- discard_if_empty

@@ -31,24 +31,20 @@ def deep(levels: int) -> list[Any]:
     return content
 
 
-@pytest.mark.parametrize(
-    ("content", "words"),
-    [
+def test_what_no_checkpoint_holds(tmp_path: Any):
+    for content, words in [
         (bomb(12), "more than 10,000,000 items"),
         (circle(), "contains itself"),
         (deep(MAX_DEPTH + 1), "nested more than 100 deep"),
         ({"w": torch.zeros(1).expand(10**6, 10**6)}, "repeats 4 bytes"),
         ({"w": torch.eye(3).to_sparse()}, "is sparse"),
-    ],
-    ids=["repeated", "circle", "deep", "expanded", "sparse"],
-)
-def test_what_no_checkpoint_holds(content: Any, words: str, tmp_path: Any):
-    with pytest.raises(ValueError, match=words):
-        check_plain(content)
-    if words not in ("contains itself", "is sparse"):
-        torch.save({"state_dict": {}, "x": content}, tmp_path / "it.ckpt")
-        with pytest.raises(DamagedError, match=words):
-            read(tmp_path / "it.ckpt")
+    ]:
+        with pytest.raises(ValueError, match=words):
+            check_plain(content)
+        if words not in ("contains itself", "is sparse"):
+            torch.save({"state_dict": {}, "x": content}, tmp_path / "it.ckpt")
+            with pytest.raises(DamagedError, match=words):
+                read(tmp_path / "it.ckpt")
 
 
 def test_what_checkpoints_do_hold():
@@ -56,14 +52,14 @@ def test_what_checkpoints_do_hold():
     check_plain({"a": tied, "b": tied, "c": tied.T, "d": tied[:, 1:], "deep": deep(MAX_DEPTH - 2), "many": bomb(3)})
 
 
-@pytest.mark.parametrize("value", ["2.6.6", "2.5.0.dev20240101", "2.6.0rc1", "1.9.0+cu118", "2.6.6.post0"])
-def test_versions_of_lightning(value: str):
-    check_contents({"state_dict": {}, "pytorch-lightning_version": value})
+def test_versions_of_lightning():
+    for value in ["2.6.6", "2.5.0.dev20240101", "2.6.0rc1", "1.9.0+cu118", "2.6.6.post0"]:
+        check_contents({"state_dict": {}, "pytorch-lightning_version": value})
 
 
-@pytest.mark.parametrize(
-    ("generator", "path", "value"),
-    [
+def test_a_random_state_is_one_of_its_generator():
+    """A position beyond the words of NumPy's generator would be read outside of its memory."""
+    for generator, path, value in [
         ("python", (0,), 2),
         ("python", (1, 0), 2**32),
         ("python", (1, 0), True),
@@ -74,24 +70,20 @@ def test_versions_of_lightning(value: str):
         ("numpy", (3,), 2),
         ("numpy", (4,), float("nan")),
         ("torch", (), torch.zeros(3, dtype=torch.uint8)),
-    ],
-)
-def test_a_random_state_is_one_of_its_generator(generator: str, path: tuple[int, ...], value: Any):
-    """A position beyond the words of NumPy's generator would be read outside of its memory."""
-    states = _capture(torch.device("cpu"))
-    check_contents({"state_dict": {}, "random_states": [states]})
-    holder, key = states, generator
-    for index in path:
-        holder[key] = list(holder[key])
-        holder, key = holder[key], index
-    holder[key] = value
-    with pytest.raises(ValueError, match=rf"random_states\[0\]\.{generator}"):
+    ]:
+        states = _capture(torch.device("cpu"))
         check_contents({"state_dict": {}, "random_states": [states]})
+        holder, key = states, generator
+        for index in path:
+            holder[key] = list(holder[key])
+            holder, key = holder[key], index
+        holder[key] = value
+        with pytest.raises(ValueError, match=rf"random_states\[0\]\.{generator}"):
+            check_contents({"state_dict": {}, "random_states": [states]})
 
 
-@pytest.mark.parametrize(
-    ("saved", "new", "words"),
-    [
+def test_a_state_unlike_the_new_one():
+    for saved, new, words in [
         ({}, {"lr": 0.1}, "it has no 'lr'"),
         ({"lr": "x"}, {"lr": 0.1}, "it.lr is the text 'x', not a number"),
         ({"lr": True}, {"lr": 0.1}, "it.lr is True, not a number"),
@@ -101,11 +93,9 @@ def test_a_random_state_is_one_of_its_generator(generator: str, path: tuple[int,
         ({"best_score": 2.0}, {"best_score": torch.tensor(1.0)}, r"it.best_score is 2.0, not a tensor of shape \(\)"),
         ({"best_k_models": {"a": "b"}}, {"best_k_models": {}}, "not a mapping of paths to numbers"),
         ({"best_model_score": "x"}, {"best_model_score": None}, "not a number or None"),
-    ],
-)
-def test_a_state_unlike_the_new_one(saved: Any, new: Any, words: str):
-    with pytest.raises(ValueError, match=words):
-        check_like(saved, new, "it")
+    ]:
+        with pytest.raises(ValueError, match=words):
+            check_like(saved, new, "it")
 
 
 def test_a_state_like_the_new_one():

@@ -33,17 +33,17 @@ def test_the_models_are_named_where_one_is_unknown():
         read_checkpoint("model:")
 
 
-@pytest.mark.parametrize("name", models())
-def test_a_model_is_small_and_its_card_counts_its_parameters(name: str):
-    path = models()[name]
-    assert path.stat().st_size <= MOST_BYTES
-    weights, card = load_file(path), metadata(path)["card"]
-    assert {t.dtype for t in weights.values() if t.is_floating_point()} == {torch.float16}
-    assert all(bool(t.isfinite().all()) for t in weights.values())
-    model = Task.load_from_checkpoint(f"model:{name}")
-    assert card["parameters"] == sum(p.numel() for p in model.parameters())
-    assert next(model.parameters()).dtype == torch.float32
-    assert all(torch.equal(t, weights[n].to(t.dtype)) for n, t in model.state_dict().items())
+def test_a_model_is_small_and_its_card_counts_its_parameters():
+    for name in models():
+        path = models()[name]
+        assert path.stat().st_size <= MOST_BYTES
+        weights, card = load_file(path), metadata(path)["card"]
+        assert {t.dtype for t in weights.values() if t.is_floating_point()} == {torch.float16}
+        assert all(bool(t.isfinite().all()) for t in weights.values())
+        model = Task.load_from_checkpoint(f"model:{name}")
+        assert card["parameters"] == sum(p.numel() for p in model.parameters())
+        assert next(model.parameters()).dtype == torch.float32
+        assert all(torch.equal(t, weights[n].to(t.dtype)) for n, t in model.state_dict().items())
 
 
 def test_files_of_other_programs_are_named(tmp_path: Path):

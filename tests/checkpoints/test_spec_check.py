@@ -23,9 +23,8 @@ class Factory(Protocol):
     def __call__(self, width: int) -> Attention: ...
 
 
-@pytest.mark.parametrize(
-    ("annotation", "place"),
-    [
+def test_an_annotation_is_read():
+    for annotation, place in [
         (int, Place()),
         (bool | None, Place()),
         (timedelta, Place()),
@@ -57,25 +56,20 @@ class Factory(Protocol):
         (Sequence[str], Place(items=(str,))),
         (dict[str, Attention], Place(values=(Attention,))),
         (Mapping, Place(values=(Any,))),
-    ],
-)
-def test_an_annotation_is_read(annotation: Any, place: Place):
-    assert Place.of(annotation) == place
+    ]:
+        assert Place.of(annotation) == place
 
 
-@pytest.mark.parametrize(
-    ("annotation", "holds"),
-    [
+def test_whether_text_would_be_read_as_a_name():
+    for annotation, holds in [
         (str, False),
         (list[str], False),
         (list[list[Attention]], True),
         (dict[str, Callable], True),
         (Attention, True),
         (float | torch.Tensor, True),
-    ],
-)
-def test_whether_text_would_be_read_as_a_name(annotation: Any, holds: bool):
-    assert Place.of(annotation).holds_names == holds
+    ]:
+        assert Place.of(annotation).holds_names == holds
 
 
 def test_parameters_are_those_that_can_be_given():
@@ -97,18 +91,15 @@ def test_a_checkpoints_names_are_kept_and_short_ones_completed():
     assert check([spec, LINEAR], place, "attention", judge) == [checked, LINEAR]
 
 
-@pytest.mark.parametrize(
-    ("name", "words"),
-    [
+def test_a_checkpoints_refusal_says_why():
+    for name, words in [
         ("torch.optim.SGD", "is not derived from Attention"),
         ("os.system", "no checkpoint may name; do not use this file"),
         ("mine.Attention", "--trust mine.Attention (in Python: trust=('mine.Attention',))"),
-    ],
-)
-def test_a_checkpoints_refusal_says_why(name: str, words: str):
-    with pytest.raises(NotAllowedError, match=r"it\.ckpt names ") as caught:
-        check({"class_path": name}, Place.of(Attention), "there", CheckpointJudge("it.ckpt", Trust()))
-    assert words in str(caught.value)
+    ]:
+        with pytest.raises(NotAllowedError, match=r"it\.ckpt names ") as caught:
+            check({"class_path": name}, Place.of(Attention), "there", CheckpointJudge("it.ckpt", Trust()))
+        assert words in str(caught.value)
 
 
 def test_a_checkpoints_text_is_noted_where_it_may_be_a_path():

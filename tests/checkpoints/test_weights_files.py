@@ -81,23 +81,20 @@ def test_a_weight_that_a_type_cannot_hold_is_named(tmp_path: Path, model: Langua
         written(tmp_path / "x.safetensors", model, dtype=torch.float16)
 
 
-@pytest.mark.parametrize(
-    ("change", "words"),
-    [
+def test_damaged_metadata_are_described(tmp_path: Path, model: LanguageModel):
+    for change, words in [
         ({"checkpoint": [1]}, "checkpoint is a list of 1, not a mapping"),
         ({"checkpoint": {"global_step": -1}}, "global_step is -1, not a count"),
         ({"checkpoint": {"callbacks": 3}}, "callbacks is 3, not a mapping"),
         ({"checkpoint": {"x": [{"tensor": [[1], 2], "dtype": "int64"}]}}, "a tensor in its metadata is invalid"),
         ({"checkpoint": {"x": {"tensor": [1], "dtype": "float"}}}, "a tensor in its metadata is invalid: 'float'"),
         ({"model": {"class_path": "x.Y", "init_args": "z"}}, r"model\.init_args is the text 'z', not a mapping"),
-    ],
-)
-def test_damaged_metadata_are_described(change: dict[str, Any], words: str, tmp_path: Path, model: LanguageModel):
-    path = written(tmp_path / "x.safetensors", model, saved=SAVED)
-    about = metadata(path) | change
-    save_file(load_file(path), path, {"lit_effattn": json.dumps(about)})
-    with pytest.raises(DamagedError, match=f"x.safetensors can't be read as a checkpoint: .*{words}"):
-        read_checkpoint(path)
+    ]:
+        path = written(tmp_path / "x.safetensors", model, saved=SAVED)
+        about = metadata(path) | change
+        save_file(load_file(path), path, {"lit_effattn": json.dumps(about)})
+        with pytest.raises(DamagedError, match=f"x.safetensors can't be read as a checkpoint: .*{words}"):
+            read_checkpoint(path)
 
 
 def test_a_cut_file_is_damaged(tmp_path: Path, model: LanguageModel):

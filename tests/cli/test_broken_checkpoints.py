@@ -228,17 +228,16 @@ REFUSED: dict[str, tuple[tuple[Any, ...], str, str]] = {
 }
 
 
-@pytest.mark.parametrize("what", REFUSED)
-def test_what_is_said(what: str, folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
-    monkeypatch.chdir(folder)
-    path, value, words = REFUSED[what]
-    torch.save(changed(torch.load("pixels.ckpt", weights_only=True), path, value), "it.ckpt")
-    assert words in fails(capsys, *command("pixels", "fit"))
+def test_what_is_said(folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+    for what in REFUSED:
+        monkeypatch.chdir(folder)
+        path, value, words = REFUSED[what]
+        torch.save(changed(torch.load("pixels.ckpt", weights_only=True), path, value), "it.ckpt")
+        assert words in fails(capsys, *command("pixels", "fit"))
 
 
-@pytest.mark.parametrize(
-    ("place", "value", "words"),
-    [
+def test_a_carried_memory(folder: Path, monkeypatch, capsys):
+    for place, value, words in [
         (
             (0, 0),
             "a number",
@@ -247,15 +246,13 @@ def test_what_is_said(what: str, folder: Path, monkeypatch: pytest.MonkeyPatch, 
         ((0, 0), "None", "was expected in a state, and None was found"),
         ((0, 1), "text", "a state of 1 parts was expected, and 'x' was found"),
         ((0, 1, 0, 0), "a tensor", "was expected in a state, and a tensor of 2 dimensions"),
-    ],
-)
-def test_a_carried_memory(place: tuple[int, ...], value: str, words: str, folder: Path, monkeypatch, capsys):
-    monkeypatch.chdir(folder)
-    path = ("memory_carry", *place)
-    torch.save(changed(torch.load("text.ckpt", weights_only=True), path, value), "it.ckpt")
-    message = fails(capsys, *command("text", "fit"))
-    assert "memory_carry of the checkpoint is not a memory of this model: " in message
-    assert words in message
+    ]:
+        monkeypatch.chdir(folder)
+        path = ("memory_carry", *place)
+        torch.save(changed(torch.load("text.ckpt", weights_only=True), path, value), "it.ckpt")
+        message = fails(capsys, *command("text", "fit"))
+        assert "memory_carry of the checkpoint is not a memory of this model: " in message
+        assert words in message
 
 
 def test_a_carried_memory_whose_rows_differ(folder: Path, monkeypatch, capsys):

@@ -125,31 +125,31 @@ def test_what_is_taken_as_text_is_text_to_jsonargparse():
     assert nothing_happened()
 
 
-@pytest.mark.parametrize("command", COMMANDS)
-def test_no_option_of_the_trainer_takes_what_is_not_plain(command: str):
-    options = [name for name in parameters(Trainer) if not name.endswith("help")]
-    assert {"callbacks", "logger", "plugins", "profiler", "strategy", "model_registry"} < set(options)
-    assert {*LIMITS, *SCHEDULE} < set(options)
-    for option in options:
-        for what, payload in PAYLOADS:
-            try:
-                settings = {"trainer": {option: copy.deepcopy(payload)}}
-                taken = checked_settings(settings, Path("it.ckpt"), Arguments([command])).settings["trainer"]
-            except NotAllowedError:
-                continue
-            assert not taken or option in (*LIMITS, *SCHEDULE) or what.startswith("no string"), (option, what)
-            assert "class_path" not in repr(taken), (option, what)
-            if isinstance(payload, str) and option in ("logger", "strategy", "callbacks"):
-                assert not taken, (option, what)
-    assert nothing_happened()
+def test_no_option_of_the_trainer_takes_what_is_not_plain():
+    for command in COMMANDS:
+        options = [name for name in parameters(Trainer) if not name.endswith("help")]
+        assert {"callbacks", "logger", "plugins", "profiler", "strategy", "model_registry"} < set(options)
+        assert {*LIMITS, *SCHEDULE} < set(options)
+        for option in options:
+            for what, payload in PAYLOADS:
+                try:
+                    settings = {"trainer": {option: copy.deepcopy(payload)}}
+                    taken = checked_settings(settings, Path("it.ckpt"), Arguments([command])).settings["trainer"]
+                except NotAllowedError:
+                    continue
+                assert not taken or option in (*LIMITS, *SCHEDULE) or what.startswith("no string"), (option, what)
+                assert "class_path" not in repr(taken), (option, what)
+                if isinstance(payload, str) and option in ("logger", "strategy", "callbacks"):
+                    assert not taken, (option, what)
+        assert nothing_happened()
 
 
-@pytest.mark.parametrize("part", ["seed_everything", "checkpoint"])
-@pytest.mark.parametrize("form", ["a spec", "a list", "a mapping", "JSON"])
-def test_the_rest_of_a_configuration_is_plain(part: str, form: str):
-    settings = {part: FORMS[form]("os.system", {"command": "touch pwned"})}
-    with pytest.raises(NotAllowedError):
-        checked_settings(settings, Path("it.ckpt"), Arguments(["fit"]))
+def test_the_rest_of_a_configuration_is_plain():
+    for form in ["a spec", "a list", "a mapping", "JSON"]:
+        for part in ["seed_everything", "checkpoint"]:
+            settings = {part: FORMS[form]("os.system", {"command": "touch pwned"})}
+            with pytest.raises(NotAllowedError):
+                checked_settings(settings, Path("it.ckpt"), Arguments(["fit"]))
 
 
 def test_what_takes_any_value_takes_no_class():
@@ -197,8 +197,17 @@ EDITS = {
 }
 
 
-@pytest.mark.parametrize("command", COMMANDS)
-@pytest.mark.parametrize("edit", EDITS)
+COVER = [*((command, "optimizer") for command in COMMANDS), *(("test", edit) for edit in [*EDITS][1:])]
+
+
+@pytest.mark.parametrize(
+    ("command", "edit"),
+    [
+        pytest.param(command, edit, marks=[] if (command, edit) in COVER else pytest.mark.exhaustive)
+        for command in COMMANDS
+        for edit in EDITS
+    ],
+)
 def test_every_command_refuses_it(command: str, edit: str, capsys: pytest.CaptureFixture[str]):
     output = fails(capsys, command, "--ckpt_path", str(edited(EDITS[edit])))
     assert "it.ckpt names" in output
@@ -219,43 +228,39 @@ HIDDEN = {
 }
 
 
-@pytest.mark.parametrize("edit", HIDDEN)
-def test_every_way_from_a_file_to_a_model_refuses_what_is_hidden(edit: str, capsys: pytest.CaptureFixture[str]):
-    path = edited(HIDDEN[edit])
-    for command in COMMANDS:
-        assert "it.ckpt " in fails(capsys, command, "--ckpt_path", str(path))
-    assert "it.ckpt " in fails(capsys, "export", "--ckpt_path", str(path), "--output", "out")
-    assert "it.ckpt " in fails(capsys, "convert", str(path), "folder")
-    fit = ["fit", "--config", "digits_linear", "--trainer.fast_dev_run", "1"]
-    assert "it.ckpt " in fails(capsys, *fit, "--transfer_from", str(path))
-    with pytest.raises(NotAllowedError, match=r"it\.ckpt "):
-        Task.load_from_checkpoint(path)
-    folder = Path(RUN)
-    folder.mkdir(parents=True)
-    path.rename(folder / "last.ckpt")
-    (folder.parent / "config.yaml").write_text("seed_everything: 0\n")
-    for command in ("compare", "report"):
-        main([command, str(folder.parent)])  # which say that they can't read the model
-    assert nothing_happened()
+def test_every_way_from_a_file_to_a_model_refuses_what_is_hidden(capsys: pytest.CaptureFixture[str]):
+    for edit in HIDDEN:
+        path = edited(HIDDEN[edit])
+        for command in COMMANDS:
+            assert "it.ckpt " in fails(capsys, command, "--ckpt_path", str(path))
+        assert "it.ckpt " in fails(capsys, "export", "--ckpt_path", str(path), "--output", "out")
+        assert "it.ckpt " in fails(capsys, "convert", str(path), "folder")
+        fit = ["fit", "--config", "digits_linear", "--trainer.fast_dev_run", "1"]
+        assert "it.ckpt " in fails(capsys, *fit, "--transfer_from", str(path))
+        with pytest.raises(NotAllowedError, match=r"it\.ckpt "):
+            Task.load_from_checkpoint(path)
+        folder = Path(RUN)
+        folder.mkdir(parents=True, exist_ok=True)
+        path.rename(folder / "last.ckpt")
+        (folder.parent / "config.yaml").write_text("seed_everything: 0\n")
+        for command in ("compare", "report"):
+            main([command, str(folder.parent)])  # which say that they can't read the model
+        assert nothing_happened()
 
 
-@pytest.mark.parametrize(
-    "values",
-    [
+def test_values_of_the_trainer_are_those_of_its_options(capsys: pytest.CaptureFixture[str]):
+    for values in [
         {"accelerator": ESCAPED},
         {"num_nodes": 9},
         {"devices": 10**9},
         {"devices": "0," * 1000},
         {"max_epochs": "3"},
         {"precision": 17},
-    ],
-    ids=str,
-)
-def test_values_of_the_trainer_are_those_of_its_options(values: dict[str, Any], capsys: pytest.CaptureFixture[str]):
-    path = edited(lambda c: c["lit_effattn"]["config"]["trainer"].update(values))
-    (option,) = values
-    assert option in fails(capsys, "fit", "--ckpt_path", str(path))
-    assert nothing_happened()
+    ]:
+        path = edited(lambda c, values=values: c["lit_effattn"]["config"]["trainer"].update(values))
+        (option,) = values
+        assert option in fails(capsys, "fit", "--ckpt_path", str(path))
+        assert nothing_happened()
 
 
 def test_a_theme_is_no_class(capsys: pytest.CaptureFixture[str]):
@@ -330,14 +335,13 @@ def test_no_folder_that_a_checkpoint_names_is_written_to():
     assert len(list(Path("runs").iterdir())) == 1  # scoring leaves nothing there
 
 
-@pytest.mark.parametrize("hide", ["precious", f"{RUN}/link", RUN])
+@pytest.mark.parametrize("hide", ["precious", RUN])
 def test_no_folder_that_a_callback_remembers_is_deleted(hide: str):
     """Lightning deletes `kth_best_model_path`, and all that is in it, when it has saved a better one."""
     Path("precious").mkdir()
     Path("precious/thesis.txt").write_text("years")
     run = Path(RUN)
     run.mkdir(parents=True)
-    (run / "link").symlink_to(Path("precious").resolve())
     path = str(Path.cwd() / hide)
 
     def change(content: dict[str, Any]) -> None:
@@ -354,44 +358,41 @@ def test_no_folder_that_a_callback_remembers_is_deleted(hide: str):
 
     edited(change).rename(run / "last.ckpt")
     main(["fit", "--ckpt_path", str(run / "last.ckpt"), "--trainer.max_epochs", "2"])
-    assert sorted(path.name for path in run.iterdir()) == ["best.ckpt", "last.ckpt", "link", "previous.ckpt"]
+    assert sorted(path.name for path in run.iterdir()) == ["best.ckpt", "last.ckpt", "previous.ckpt"]
     assert Path("precious/thesis.txt").read_text() == "years"
 
 
-@pytest.mark.parametrize("instantiator", ["os.system", "evil.function", "lit_effattn.cli.main", 7, None])
-def test_only_our_own_function_builds_a_model(instantiator: Any, capsys: pytest.CaptureFixture[str]):
-    path = edited(lambda c: (c.pop("lit_effattn"), c["hyper_parameters"].update(_instantiator=instantiator)))
-    with pytest.raises(NotAllowedError, match="to build its model"):
-        PixelModel.load_from_checkpoint(path)
-    assert "to build its model" in fails(capsys, "test", "--ckpt_path", str(path))
-    assert nothing_happened()
+def test_only_our_own_function_builds_a_model(capsys: pytest.CaptureFixture[str]):
+    for instantiator in ["os.system", "evil.function", "lit_effattn.cli.main", 7, None]:
+        changes = {"_instantiator": instantiator}
+        path = edited(lambda c, changes=changes: (c.pop("lit_effattn"), c["hyper_parameters"].update(changes)))
+        with pytest.raises(NotAllowedError, match="to build its model"):
+            PixelModel.load_from_checkpoint(path)
+        assert "to build its model" in fails(capsys, "test", "--ckpt_path", str(path))
+        assert nothing_happened()
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
+def test_python_refuses_it_too():
+    for change in [
         {"optimizer": SYSTEM},
         {"optimizer": "evil.function"},
         {"backbone": {"class_path": "evil.MyAttention"}},
         {"_class_path": "evil.MyAttention"},
         {"_class_path": "lit_effattn.tasks.LanguageModel"},
-    ],
-)
-def test_python_refuses_it_too(change: dict[str, Any]):
-    path = edited(lambda c: c["hyper_parameters"].update(change))
-    with pytest.raises(NotAllowedError, match=r"it\.ckpt names"):
-        PixelModel.load_from_checkpoint(path)
-    assert nothing_happened()
+    ]:
+        path = edited(lambda c, change=change: c["hyper_parameters"].update(change))
+        with pytest.raises(NotAllowedError, match=r"it\.ckpt names"):
+            PixelModel.load_from_checkpoint(path)
+        assert nothing_happened()
 
 
 # ----------------------------------------------------------------------------------------------------- what still works
 
 
-@pytest.mark.parametrize("config", CONFIGS, ids=lambda config: config.stem)
-def test_checkpoints_of_shipped_configurations_need_no_new_flag(config: Path, monkeypatch: pytest.MonkeyPatch):
+def test_checkpoints_of_shipped_configurations_need_no_new_flag(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("os.cpu_count", lambda: 8)  # the most devices that one of them states
-    settings = yaml.safe_load(config.read_text())
-    for command in COMMANDS:
+    for config, command in ((config, command) for config in CONFIGS for command in COMMANDS):
+        settings = yaml.safe_load(config.read_text())
         taken = checked_settings(copy.deepcopy(settings), Path("it.ckpt"), Arguments([command])).settings
         assert taken["model"]["init_args"].keys() == settings["model"]["init_args"].keys()
         assert taken["data"]["init_args"].keys() >= settings["data"].get("init_args", {}).keys()

@@ -74,11 +74,12 @@ def test_a_sweep_does_not_append_to_a_file_elsewhere(capsys: pytest.CaptureFixtu
 # ------------------------------------------------------------------------------------------ what a checkpoint's data do
 
 
-@pytest.mark.parametrize("dataset", ["mnist", "fashion_mnist", "cifar10"])
-@pytest.mark.parametrize("key", ["init_args", "dict_kwargs"])
-def test_nothing_is_downloaded(dataset: str, key: str, capsys: pytest.CaptureFixture[str]):
-    path = edited(lambda data: data.update({key: {"dataset": dataset, "download": True}}), "pixels")
-    assert "download=False forbids a download" in fails(capsys, "test", "--ckpt_path", path)
+def test_nothing_is_downloaded(capsys: pytest.CaptureFixture[str]):
+    for key in ["init_args", "dict_kwargs"]:
+        for dataset in ["mnist", "fashion_mnist", "cifar10"]:
+            named = {key: {"dataset": dataset, "download": True}}
+            path = edited(lambda data, named=named: data.update(named), "pixels")
+            assert "download=False forbids a download" in fails(capsys, "test", "--ckpt_path", path)
 
 
 @pytest.mark.parametrize("task", ["language", "speech"])

@@ -43,7 +43,7 @@ class _Option(ActionTypeHint):
         elif type(value) is str and is_text(self._typehint) and not self._is_list(value):
             value = Text(value)
         elif type(value) is Text and not is_text(self._typehint):
-            value = str(value)  # of a class's option that is no text
+            value = str(value)  # of a class's option that takes other values
         value = super()._check_type(value, append=append, cfg=cfg, mode=mode)
         return str(value) if type(value) is Text else value
 

@@ -2,7 +2,7 @@ from typing import Any
 
 import pytest
 
-from lit_effattn.analysis.tables import Spread, Table, show, shown
+from lit_effattn.analysis.tables import Spread, Table, comma_separated, markdown, show, shown
 
 
 @pytest.mark.parametrize(
@@ -26,3 +26,22 @@ def test_names_are_broken_after_dots(capsys: pytest.CaptureFixture[str], monkeyp
     pieces = [line[0] for line in lines if line and len(line[0]) > 1 and line[0] in name]
     assert "".join(pieces) == name
     assert all(piece[-1] in "._" for piece in pieces[:-1])
+
+
+def test_text_of_others_is_no_formula_and_no_html():
+    hostile = [
+        "=cmd|'/c calc'!A0",
+        "+1+1",
+        "@SUM(A1)",
+        "-2+3",
+        "<img src=x>",
+        "![x](http://host/x)",
+        "a\x1b[2Jb",
+        "-1.5",
+        "1e-3",
+    ]
+    table = Table("Runs", ["name"], [[text] for text in hostile])
+    assert comma_separated(table).splitlines()[1:5] == ["'=cmd|'/c calc'!A0", "'+1+1", "'@SUM(A1)", "'-2+3"]
+    assert comma_separated(table).splitlines()[-3:] == ["a\\x1b[2Jb", "-1.5", "1e-3"]
+    assert "&lt;img src=x&gt;" in markdown(table)
+    assert "](" not in markdown(table)

@@ -3,6 +3,7 @@
 import csv
 import re
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import yaml
 
 from lit_effattn.analysis.sweep import RECORD
 from lit_effattn.cli import main
+from lit_effattn.settings.own_classes import may_name_modules
 from tests.analysis.test_sweep import CONFIG, Children, InThisThread
 from tests.support.commands import REPOSITORY, fails
 
@@ -169,3 +171,17 @@ def test_options_without_a_default_are_named(capsys: pytest.CaptureFixture[str])
     output = capsys.readouterr().out
     assert "depth=(required)" in output
     assert "more" not in output
+
+
+def test_a_module_of_the_current_folder_is_imported_only_if_the_user_names_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """Libraries try modules that may be missing, such as opt_einsum: a file of that name does not run in its place."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    Path("planted_one.py").touch()
+    Path("planted_two.py").touch()
+    may_name_modules("--model.backbone.attention planted_one.Mine")
+    assert find_spec("planted_two") is None
+    assert find_spec("planted_one") is not None
+    assert sys.path[-1] == str(tmp_path)

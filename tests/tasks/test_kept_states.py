@@ -217,17 +217,19 @@ def test_other_files_are_refused_and_kept(tmp_path: Path):
     ("change", "message"),
     [
         (lambda t: t - 100 if t.dtype == torch.long else t, "a length in it is negative"),
+        (lambda t: t + 10**9 if t.dtype == torch.long else t, "one of 1,000,000,00. positions has"),
+        (lambda t: t + 2**60 if t.dtype == torch.long else t, "one of 1,099,511,627,776 positions has"),
         (lambda t: t.to(torch.uint8), "is torch.uint8 of shape"),
         (lambda t: t[..., :1] if t.dim() > 2 else t, "of at least"),
         (lambda t: t[..., None], "of shape"),
     ],
-    ids=["length", "type", "column", "dimensions"],
+    ids=["length", "long", "longest", "type", "column", "dimensions"],
 )
 def test_tensors_of_another_program_are_refused(
     change: Callable[[torch.Tensor], torch.Tensor], message: str, tmp_path: Path
 ):
-    """Also with a checksum that fits."""
-    model = made()
+    """Also with a checksum that fits. A length that the tensors have no room for would be allocated."""
+    model = made("SoftmaxAttention")
     _, kept = kept_after(model, PROMPT, 2)
     save_state(
         replace(kept, state=sequence.map_tensors(change, kept.state)), tmp_path / "s.state", model, model.backbone

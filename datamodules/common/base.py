@@ -39,11 +39,3 @@ class DataModule(LightningDataModule, ABC):
     def predict_dataloader(self) -> DataLoader[Any]:
         """Return a loader of every item to predict once: the test items, unless a file was given."""
         return self._eval_dataloader("test")
-
-    def _reject_overfit_batches(self, remedy: str) -> None:
-        """Raise ValueError if the trainer would replace the sampler. The message ends with `remedy`."""
-        if overfit_batches := getattr(self.trainer, "overfit_batches", 0):
-            raise ValueError(
-                f"overfit_batches={overfit_batches} would replace the sampler that forms the batches; "
-                f"use limit_train_batches, or {remedy}"
-            )

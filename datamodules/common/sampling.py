@@ -1,5 +1,7 @@
 """Sharding of samples into batches and over processes, and a loader that resumes an interrupted epoch."""
 
+import hashlib
+import json
 from collections.abc import Iterator
 from typing import Any
 
@@ -113,6 +115,9 @@ class ResumableLoader(DataLoader[Any]):
     `StatefulDataLoader`), therefore repeats or loses batches from the second epoch on. For this reason `__iter__` is a
     generator, which does nothing before the first batch is requested, and a state applies to its epoch only.
 
+    If the data set has an attribute `identity`, a dictionary that changes if its items change (their number, a digest
+    of them or of their names and sizes), the state has it too, and is loaded for the same data only.
+
     Raises:
         ValueError: On the first batch, if the interrupted epoch had another number of batches than this one.
     """
@@ -141,15 +146,26 @@ class ResumableLoader(DataLoader[Any]):
         return state["batches"]
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the epoch, the number of batches returned in it, and its total number of batches."""
-        return {"epoch": self._epoch, "batches": self._batches, "n_batches": len(self)}
+        """Return the epoch, its batches returned so far, its total number of batches, and what the data are."""
+        return {"epoch": self._epoch, "batches": self._batches, "n_batches": len(self), "data": self._identity}
+
+    @property
+    def _identity(self) -> dict[str, Any]:
+        return getattr(self.dataset, "identity", {})
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Resume from the position in `state_dict`.
 
         Raises:
-            ValueError: If it is not a position.
+            ValueError: If it is not a position, or the data are not those of the interrupted run.
         """
+        if (saved := state_dict.get("data")) != self._identity:
+            was = saved if isinstance(saved, dict) else {}
+            changed = [f"{k}={str(was.get(k))[:40]} and not {v}" for k, v in self._identity.items() if was.get(k) != v]
+            raise ValueError(
+                f"the interrupted run was trained on other data: {', '.join(changed) or 'without a description'}; "
+                "resume with the same data, or start a new run from its weights with --init_weights"
+            )
         counts: dict[str, Any] = {name: state_dict.get(name) for name in ("epoch", "batches", "n_batches")}
         for name, count in counts.items():
             if isinstance(count, bool) or not isinstance(count, int) or count < 0:
@@ -161,11 +177,28 @@ class ResumableLoader(DataLoader[Any]):
         self.sampler.set_epoch(self._epoch)
 
 
+def digest(*parts: Any) -> str:
+    """Return a short digest of arrays and plain data, for the `identity` of a data set."""
+    hashed = hashlib.sha256()
+    for part in parts:
+        array = isinstance(part, np.ndarray)
+        hashed.update(np.ascontiguousarray(part).data if array else json.dumps(part).encode())
+    return hashed.hexdigest()[:16]
+
+
 def processes(trainer: Any) -> dict[str, int]:
     """Return `num_replicas`, the number of processes among which batches are divided, and the `rank` of this one.
 
     A strategy of the trainer may let several processes share a batch. Without a trainer there is one process.
+
+    Raises:
+        ValueError: If the trainer would replace the sampler, for `overfit_batches`.
     """
+    if overfit_batches := getattr(trainer, "overfit_batches", 0):
+        raise ValueError(
+            f"overfit_batches={overfit_batches} would replace the sampler that forms the batches; use "
+            "limit_train_batches, or fewer data: a smaller n_train, max_bytes or corpus, or a folder of a few files"
+        )
     return getattr(trainer, "distributed_sampler_kwargs", None) or {"num_replicas": 1, "rank": 0}
 
 

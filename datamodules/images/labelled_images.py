@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from lit_effattn.datamodules.common.labelled import LabelledBatch
+from lit_effattn.datamodules.common.sampling import digest
 from lit_effattn.datamodules.images import sources as image_sources
 from lit_effattn.datamodules.images.pixels import PixelDataset, PixelSequences
 
@@ -87,6 +88,11 @@ class _Labelled(Dataset[LabelledBatch]):
 
     def __len__(self) -> int:
         return len(self.images)
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        """What the images are, and a digest of their labels."""
+        return {**self.images.identity, "labels": digest(self.labels.numpy())}
 
     def __getitem__(self, indices: list[int]) -> LabelledBatch:
         rows = torch.tensor(indices) % len(self)  # index i + len is image i mirrored

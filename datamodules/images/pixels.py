@@ -2,6 +2,7 @@
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -12,7 +13,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from lit_effattn.checks import applicable, at_least
 from lit_effattn.datamodules.common.base import DataModule
-from lit_effattn.datamodules.common.sampling import ResumableLoader, ShardedBatches, loader_options, processes
+from lit_effattn.datamodules.common.sampling import ResumableLoader, ShardedBatches, digest, loader_options, processes
 from lit_effattn.datamodules.common.splits import PURPOSES
 from lit_effattn.datamodules.images import sources as image_sources
 
@@ -165,11 +166,7 @@ class PixelSequences(DataModule):
         """Load the splits of the stage, fit, validate, test or predict, and log their sizes and the files left out.
 
         Called again, it does nothing.
-
-        Raises:
-            ValueError: If `overfit_batches` is set.
         """
-        self._reject_overfit_batches("a folder of a few images")
         test = stage in ("test", "predict")
         if ("test" if test else "train") not in self.splits:
             self.splits |= self._load(test)
@@ -224,6 +221,14 @@ class PixelDataset(Dataset[Tensor], ABC):
     @abstractmethod
     def __len__(self) -> int: ...
 
+    @cached_property
+    def identity(self) -> dict[str, Any]:
+        """The number of images and a digest, which changes if they change."""
+        return {"images": len(self), "digest": digest(*self._digested())}
+
+    @abstractmethod
+    def _digested(self) -> tuple[Any, ...]: ...
+
     @abstractmethod
     def read(self, indices: list[int]) -> Tensor:
         """Return new copies of the images (B, H, W, C), uint8."""
@@ -251,6 +256,9 @@ class ImageArray(PixelDataset):
         """Return new copies of the images (B, H, W, C), uint8."""
         return self.images[torch.tensor(indices)]  # indexing with a list is slower
 
+    def _digested(self) -> tuple[Any, ...]:
+        return (self.images.numpy(),)
+
 
 @dataclass(eq=False)
 class ImageFiles(PixelDataset):
@@ -269,6 +277,9 @@ class ImageFiles(PixelDataset):
         """Return the decoded and resized images (B, H, W, C), uint8."""
         size, _, channels = self.image_shape
         return torch.stack([image_sources.read_image(self.paths[i], size, channels, self.max_pixels) for i in indices])
+
+    def _digested(self) -> tuple[Any, ...]:
+        return ([("/".join(path.parts[-2:]), path.stat().st_size) for path in self.paths],)
 
 
 def levels_to_images(levels: Tensor, image_shape: tuple[int, int, int], n_levels: int) -> Tensor:

@@ -3,7 +3,7 @@
 from collections import Counter
 from functools import cached_property
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 from unicodedata import normalize
 
 import numpy as np
@@ -14,6 +14,7 @@ from lit_effattn.checks import applicable, at_least
 from lit_effattn.datamodules.common.faults import Fault, Faults
 from lit_effattn.datamodules.common.labelled import LabelledBatch, pad_labelled
 from lit_effattn.datamodules.common.packing import pack
+from lit_effattn.datamodules.common.sampling import digest
 from lit_effattn.datamodules.common.splits import SPLITS
 from lit_effattn.datamodules.pairs import sources as pair_sources
 from lit_effattn.datamodules.pairs.base import Items, LengthBatched
@@ -227,6 +228,12 @@ class LabelledBytes(Items):
     def lengths(self) -> np.ndarray:
         """(n,), number of bytes of each text."""
         return np.diff(self.texts.borders)
+
+    @cached_property
+    def identity(self) -> dict[str, Any]:
+        """The number of texts, and a digest of them and their labels."""
+        tokens, borders, labels, _ = self.texts
+        return {"texts": len(self), "digest": digest(tokens, borders, labels)}
 
     def __getitem__(self, indices: list[int]) -> LabelledBatch:
         tokens, borders, labels, _ = self.texts

@@ -15,6 +15,7 @@ from torch.nn.utils.rnn import pad_sequence
 from lit_effattn.checks import applicable, at_least
 from lit_effattn.datamodules.common.cache import default_cache
 from lit_effattn.datamodules.common.faults import Fault
+from lit_effattn.datamodules.common.sampling import digest
 from lit_effattn.datamodules.common.tokens import IGNORE, PairBatch
 from lit_effattn.datamodules.pairs import sources as pair_sources
 from lit_effattn.datamodules.pairs.base import Items, LengthBatched
@@ -327,6 +328,11 @@ class PairItems(Items):
     def lengths(self) -> np.ndarray:
         """(n,), the larger one of the numbers of source and target tokens of each item, with the end token."""
         return self.pairs.lengths()[self.kept].max(1) + 1  # (n, 2) -> (n,)
+
+    @cached_property
+    def identity(self) -> dict[str, Any]:
+        """The number of pairs, and a digest of their tokens."""
+        return {"pairs": len(self), "digest": digest(self.pairs.digests, self.pairs.first, self.kept)}
 
     def __getitem__(self, indices: list[int]) -> PairBatch:
         numbers = self.kept[np.array(indices) % len(self)]

@@ -176,7 +176,7 @@ def bucket(text: str, n: int) -> int:
 def with_held_out(reads: dict[str, _Pairs]) -> dict[str, _Pairs]:
     """Take missing splits from "train": a source text is for test if its `bucket` of 20 is 0, for validation if 1.
 
-    All pairs of a source text are thus in the same split. Faults are divided in the same way, by their messages.
+    All pairs of a source text are thus in the same split. Faults are reported by train only.
     """
     train, missing = reads["train"], {split: i for i, split in enumerate(("test", "val")) if split not in reads}
     if not missing:
@@ -185,16 +185,12 @@ def with_held_out(reads: dict[str, _Pairs]) -> dict[str, _Pairs]:
     return {**reads, **held_out, "train": partial(_in_no_bucket, train, [*missing.values()])}
 
 
-def _in_bucket(read: _Pairs, i: int) -> Iterator[Pair | Fault]:
-    return (item for item in read() if bucket(_key(item), HELD_OUT) == i)
+def _in_bucket(read: _Pairs, i: int) -> Iterator[Pair]:
+    return (pair for pair in read() if isinstance(pair, Pair) and bucket(pair.source, HELD_OUT) == i)
 
 
 def _in_no_bucket(read: _Pairs, taken: list[int]) -> Iterator[Pair | Fault]:
-    return (item for item in read() if bucket(_key(item), HELD_OUT) not in taken)
-
-
-def _key(item: Pair | Fault) -> str:
-    return item.source if isinstance(item, Pair) else item.message
+    return (pair for pair in read() if isinstance(pair, Fault) or bucket(pair.source, HELD_OUT) not in taken)
 
 
 _SOURCES = {

@@ -69,13 +69,16 @@ class SplitPairs:
     Attributes:
         sources: Texts of the items.
         targets: Texts of all targets.
+        digests: Those of the tokens of both sides.
         first: (items + 1,): the targets of item i are those from `first[i]` to `first[i + 1] - 1`, at least one.
     """
 
     def __init__(self, folder: Path, split: str) -> None:
         self._made_from = folder, split
-        self.sources, self.targets = (TokenStore(folder / side).shard(split) for side in _SIDES)
-        self.first = np.load(folder / f"{split}.first.npy", mmap_mode="r")
+        stores = [TokenStore(folder / side) for side in _SIDES]
+        self.sources, self.targets = (store.shard(split) for store in stores)
+        self.digests = [store.digest for store in stores]
+        self.first = np.load(regular(folder / f"{split}.first.npy"), mmap_mode="r")
 
     def __reduce__(self) -> tuple[Any, ...]:
         return SplitPairs, self._made_from  # for workers that are not forked: numpy would pickle the mapped arrays

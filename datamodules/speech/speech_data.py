@@ -3,7 +3,7 @@
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -20,7 +20,7 @@ from lit_effattn.datamodules.common.base import DataModule
 from lit_effattn.datamodules.common.cache import default_cache
 from lit_effattn.datamodules.common.faults import Fault, Faults
 from lit_effattn.datamodules.common.length_batches import LengthBatches
-from lit_effattn.datamodules.common.sampling import ResumableLoader, loader_options, processes
+from lit_effattn.datamodules.common.sampling import ResumableLoader, digest, loader_options, processes
 from lit_effattn.datamodules.common.splits import SPLITS_OF
 from lit_effattn.datamodules.speech.audio import MAX_SECONDS
 from lit_effattn.datamodules.speech.augment import SpecAugment
@@ -182,7 +182,6 @@ class SpeechData(DataModule):
         Raises:
             ValueError: If a split has no usable utterance, or a recording of `audio` is unusable.
         """
-        self._reject_overfit_batches("a smaller corpus")
         if self.audio is not None:
             if stage != "predict":
                 raise ValueError(f"audio={self.audio} is for predict only; leave it out to use the corpus")
@@ -379,6 +378,12 @@ class SpeechUtterances(Dataset[SpeechBatch]):
 
     def __len__(self) -> int:
         return len(self.split.kept)
+
+    @cached_property
+    def identity(self) -> dict[str, Any]:
+        """The number of utterances, and a digest of their names, lengths and labels."""
+        items = [(self.split.utterances[i].id, self.split.labels[i]) for i in self.split.kept.tolist()]
+        return {"utterances": len(self), "digest": digest(items, self.n_frames)}
 
     @property
     def n_frames(self) -> np.ndarray:

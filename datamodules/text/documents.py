@@ -56,8 +56,15 @@ class Documents:
         [7, 8, 0, 1]
     """
 
-    def __init__(self, tokens: "np.ndarray | MappedTokens", begins: np.ndarray, lengths: np.ndarray) -> None:
+    def __init__(
+        self,
+        tokens: "np.ndarray | MappedTokens",
+        begins: np.ndarray,
+        lengths: np.ndarray,
+        identity: dict[str, Any] | None = None,
+    ) -> None:
         self._tokens, self._begins = tokens, begins
+        self.identity = identity or {}
         self.borders = np.zeros(len(lengths) + 1, np.int64)
         np.cumsum(lengths, out=self.borders[1:])
         # What is read in one piece: a document, or a run of neighbours in one file if most documents have a neighbour.
@@ -86,4 +93,4 @@ class Documents:
 
     def reordered(self, order: np.ndarray) -> "Documents":
         """Return the documents of these indices, in their order."""
-        return Documents(self._tokens, self._begins[order], np.diff(self.borders)[order])
+        return Documents(self._tokens, self._begins[order], np.diff(self.borders)[order], self.identity)

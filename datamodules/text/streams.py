@@ -92,6 +92,11 @@ class TokenStreams(Dataset[TokenBatch]):
         ends = np.arange(n_streams + 1) * n_segments // n_streams
         self.begins, self.ends = ends[:-1], ends[1:]  # of each stream, as indices of segments
 
+    @property
+    def identity(self) -> dict[str, Any]:
+        """What the documents are."""
+        return getattr(self.tokens, "identity", {})
+
     def _check(self, n_segments: int, n_streams: int) -> None:
         if len(self.tokens) < self.segment_len:
             raise ValueError(

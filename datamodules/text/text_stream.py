@@ -252,7 +252,6 @@ class TextStream(DataModule):
 
     def setup(self, stage: str) -> None:
         """Open the tokens and log their number, and the files that are left out."""
-        self._reject_overfit_batches("a smaller max_bytes")
         counts = [f"{self._store.n_tokens(split):,} {PURPOSES[split]}" for split in SPLITS_OF[stage]]
         rank_zero_info(f"{self.source}: {', '.join(counts)}; vocabulary of {self.vocab_size:,} {self.tokens}")
         if self.source == "files" and (

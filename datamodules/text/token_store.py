@@ -27,6 +27,7 @@ import numpy as np
 
 from lit_effattn.datamodules.common.files import regular
 from lit_effattn.datamodules.common.json_data import parse_json
+from lit_effattn.datamodules.common.sampling import digest
 from lit_effattn.datamodules.common.splits import SPLITS
 from lit_effattn.datamodules.text.documents import Documents, MappedTokens
 from lit_effattn.datamodules.text.tokenizers import Tokenizer
@@ -202,6 +203,7 @@ class TokenStore:
             version, dtype = about["format"], about["dtype"]
             if known := version == FORMAT and dtype in _DTYPES:
                 settings, self._sizes = about["settings"], [shard["n_tokens"] for shard in about["shards"]]
+                self._about = [settings.get("held_out"), settings.get("splits"), about["shards"]]
                 self._splits = settings.get("splits")
                 self._held_out = settings["held_out"] if self._splits is None else 1
                 if self._splits is not None and (
@@ -226,6 +228,11 @@ class TokenStore:
     def tokenizer(self) -> Tokenizer:
         """The tokenizer of the tokens."""
         return Tokenizer.from_spec(regular(self.folder / TOKENIZER).read_text(encoding="utf-8"))
+
+    @property
+    def digest(self) -> str:
+        """A digest of the tokens and of their division into texts and splits."""
+        return digest(self._about)
 
     def n_tokens(self, split: str) -> int:
         """Return the number of tokens in a split."""
@@ -265,7 +272,9 @@ class TokenStore:
             raise ValueError(f"root={str(self.folder)!r} has no documents in its split {name!r}: {why}")
         paths = [shard_path(self.folder, number, ".bin") for number in range(len(self._sizes))]
         tokens = MappedTokens(paths, self._sizes, self._dtype)
-        return Documents(tokens, np.concatenate(begins), np.concatenate(lengths))
+        n_documents, n_tokens = sum(map(len, lengths)), int(sum(map(np.sum, lengths)))
+        identity = {"documents": n_documents, "tokens": n_tokens, "digest": self.digest}
+        return Documents(tokens, np.concatenate(begins), np.concatenate(lengths), identity)
 
     def shard(self, split: str) -> Shard:
         """Open the shard of a split, in a store with one shard for each."""

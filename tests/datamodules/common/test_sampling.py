@@ -1,11 +1,25 @@
 import itertools
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
+from PIL import Image
 from torch.utils.data import Dataset, DistributedSampler
 
-from lit_effattn.datamodules import ResumableLoader, ShardedBatches
+from lit_effattn.datamodules import (
+    AssociativeRecall,
+    CopyTask,
+    DialogueTask,
+    LabelledImages,
+    LabelledTexts,
+    ResumableLoader,
+    SequencePairs,
+    ShardedBatches,
+    SortingTask,
+    StateTracking,
+    TextStream,
+)
 
 COMBINATIONS = list(itertools.product((1, 2, 3, 7, 8, 9, 31, 64), (1, 2, 3, 8, 100), (1, 2, 3, 4)))
 
@@ -192,6 +206,49 @@ def test_resuming_with_other_batches_is_refused():
     second.load_state_dict(first.state_dict())
     with pytest.raises(ValueError, match=r"after 1 of 6 batches.* has 3 now.*batch_size"):
         next(iter(second))
+
+
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [
+        (TextStream, {"source": "files", "root": "train.tsv", "segment_len": 4, "batch_size": 2, "cache": "cache"}),
+        (SequencePairs, {"corpus": "tsv", "root": ".", "batch_tokens": 50, "cache": "cache"}),
+        (LabelledTexts, {"root": ".", "batch_tokens": 50}),
+        (LabelledImages, {"dataset": "folder", "root": "images", "image_size": 8, "batch_size": 2}),
+    ],
+)
+def test_resuming_with_other_data_is_refused(kind, options, tmp_path, monkeypatch):
+    """The numbers of items and batches stay the same."""
+    monkeypatch.chdir(tmp_path)
+
+    def loader_after(change):
+        for split in ("train", "val", "test"):
+            texts = [f"text {i}\t{'ab'[i % 2]}\n" for i in range(9)]
+            (tmp_path / f"{split}.tsv").write_text("".join([*texts, "taxt 9\tb\n" if change else "text 9\tb\n"]))
+        for i in range(20):
+            path = tmp_path / "images" / "ab"[i % 2] / f"{i}.png"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            Image.new("L", (80 if change else 8, 8), i).save(path)
+        data = kind(**options)
+        data.prepare_data()
+        data.setup("fit")
+        loader = data.train_dataloader()
+        loader.state_dict()
+        return loader
+
+    first = loader_after(change=False)
+    next(iter(first))
+    loader_after(change=False).load_state_dict(first.state_dict())
+    with pytest.raises(ValueError, match=r"trained on other data: digest=\w+ and not \w+; .*--init_weights"):
+        loader_after(change=True).load_state_dict(first.state_dict())
+
+
+@pytest.mark.parametrize("task", [CopyTask, SortingTask, AssociativeRecall, StateTracking, DialogueTask, TextStream])
+def test_overfit_batches_is_refused(task):
+    data = task()
+    data.trainer = SimpleNamespace(overfit_batches=2, distributed_sampler_kwargs=None)
+    with pytest.raises(ValueError, match="overfit_batches=2 would replace the sampler"):
+        data.train_dataloader()
 
 
 def test_iterating_leaves_the_global_random_state_alone():

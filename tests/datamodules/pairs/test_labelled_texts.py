@@ -141,16 +141,7 @@ def test_what_is_left_out_is_counted(tmp_path):
     assert sorted(items(data.train_dataloader(), data.classes)) == sorted(ITEMS)
 
 
-def test_faults_are_divided_with_the_lines_and_classes_without_training_texts_are_named(tmp_path):
-    (tmp_path / "x.tsv").write_text("".join(f"text {i}\t{'ab'[i % 2]}\nfault {i}\n" for i in range(200)))
-    data = LabelledTexts(root=str(tmp_path / "x.tsv"))
-    counts = dict.fromkeys(SPLITS, 0)
-    for stage, splits in (("fit", ("train", "val")), ("test", ("test",))):
-        with pytest.warns(UserWarning, match="not two columns"):
-            data.setup(stage)
-        counts |= {split: len(data.left_out[split]) for split in splits}
-    assert sum(counts.values()) == 200
-    assert min(counts.values()) > 0
+def test_classes_without_training_texts_are_named(tmp_path):
     root = write(tmp_path / "y")
     (tmp_path / "y" / "val.tsv").write_text("a\tgood\nb\tnew\nc\tnew\n")
     with pytest.warns(UserWarning, match="val: 2 texts have a class that no training text has: 'new'"):

@@ -583,13 +583,6 @@ def test_another_vocabulary_is_refused(tmp_path):
     assert {type(value) for value in state.values()} == {str}
 
 
-def test_overfit_batches_is_refused(tmp_path):
-    data = tsv(tmp_path)
-    data.trainer.overfit_batches = 2
-    with pytest.raises(ValueError, match="overfit_batches=2"):
-        data.setup("fit")
-
-
 @pytest.mark.filterwarnings("ignore")
 def test_lightning_resumes_in_the_middle_of_an_epoch(tmp_path):
     write_tsv(tmp_path / "pairs")

@@ -435,7 +435,3 @@ def test_what_makes_no_sense_is_refused(make):
     }.items():
         with pytest.raises(ValueError, match=message):
             make(**options)
-    data = make()
-    data.trainer = SimpleNamespace(overfit_batches=1)
-    with pytest.raises(ValueError, match="overfit_batches=1 would replace"):
-        data.setup("fit")

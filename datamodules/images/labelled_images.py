@@ -91,7 +91,7 @@ class _Labelled(Dataset[LabelledBatch]):
 
     @property
     def identity(self) -> dict[str, Any]:
-        """What the images are, and a digest of their labels."""
+        """The identity of the images, and a digest of their labels."""
         return {**self.images.identity, "labels": digest(self.labels.numpy())}
 
     def __getitem__(self, indices: list[int]) -> LabelledBatch:

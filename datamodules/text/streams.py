@@ -94,7 +94,7 @@ class TokenStreams(Dataset[TokenBatch]):
 
     @property
     def identity(self) -> dict[str, Any]:
-        """What the documents are."""
+        """The identity of the documents; empty for plain arrays."""
         return getattr(self.tokens, "identity", {})
 
     def _check(self, n_segments: int, n_streams: int) -> None:

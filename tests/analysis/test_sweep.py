@@ -38,24 +38,12 @@ from lit_effattn.cli import main
 from lit_effattn.drawing import plots
 from lit_effattn.settings.arguments import File
 from lit_effattn.stopping import Stopped
-from tests.support.commands import REPOSITORY, fails
+from tests.support.commands import REPOSITORY, fails, spec
 
+BACKBONE = spec("Transformer", d_model=8, n_heads=2, n_layers=1, attention="LinearAttention")
 CONFIG = {
-    "model": {
-        "class_path": "LanguageModel",
-        "init_args": {
-            "backbone": {
-                "class_path": "Transformer",
-                "init_args": {"d_model": 8, "n_heads": 2, "n_layers": 1, "attention": "LinearAttention"},
-            },
-            "accuracy": True,
-            "optimizer": {"class_path": "torch.optim.AdamW", "init_args": {"lr": 0.003}},
-        },
-    },
-    "data": {
-        "class_path": "StateTracking",
-        "init_args": {"group": "parity", "length": 6, "batch_size": 8, "n_train": 32, "n_val": 8, "n_test": 8},
-    },
+    "model": spec("LanguageModel", backbone=BACKBONE, accuracy=True, optimizer=spec("torch.optim.AdamW", lr=0.003)),
+    "data": spec("StateTracking", group="parity", length=6, batch_size=8, n_train=32, n_val=8, n_test=8),
     "trainer": {"max_epochs": 1, "val_check_interval": 2, "log_every_n_steps": 1},
 }
 KINDS = {"LinearAttention": parse_kind("linear")[1], "Missing": ["--model.backbone.attention", "no_such.Missing"]}
@@ -151,8 +139,10 @@ def log_of(run: Path, name: str) -> list[float]:
     return values
 
 
-def test_a_stopped_sweep_resumes_the_run_that_it_was_in_and_repeats_none(swept):
-    folder, calls, outcomes, _ = swept
+def test_a_stopped_sweep_resumes_its_run_repeats_none_and_chooses_the_best_rate(swept):
+    folder, calls, outcomes, chosen = swept
+    with pytest.raises(ValueError, match=r"--config tiny\.yaml"):
+        Sweep(folder / "out", ["--config", "other.yaml"], KINDS)
     fits = [call for call in calls if call[0] == "fit" and "LinearAttention" in call]
     assert [call[call.index("--model.optimizer.lr") + 1] for call in fits[:1]] == ["0.01"]  # 0.001 was finished
     assert "--ckpt_path" in fits[0]
@@ -163,10 +153,6 @@ def test_a_stopped_sweep_resumes_the_run_that_it_was_in_and_repeats_none(swept):
         run = outcomes[cell].record.path
         assert torch.load(folder / run / "checkpoints/last.ckpt", weights_only=True)["global_step"] == 4
         assert len(list((folder / "out" / str(cell)).glob("*/checkpoints"))) == 1
-
-
-def test_the_rate_is_the_one_with_the_lowest_validation_metric(swept):
-    folder, _, outcomes, chosen = swept
     lowest = {c.rate: min(log_of(folder / outcomes[c].record.path, "val/perplexity")) for c in cells(RATES, 1)[:2]}
     assert chosen == min(lowest, key=lowest.__getitem__)
 
@@ -187,12 +173,6 @@ def test_the_table_has_means_and_deviations_over_seeds_and_the_refusals(swept):
     text = (folder / "out/table.md").read_text()
     assert "| Missing | its reason | its reason |" in text
     assert " ± " in text
-
-
-def test_a_record_of_other_flags_is_refused(swept):
-    folder, *_ = swept
-    with pytest.raises(ValueError, match=r"--config tiny\.yaml"):
-        Sweep(folder / "out", ["--config", "other.yaml"], KINDS)
 
 
 def test_two_classes_of_one_name_do_not_share_their_runs(tmp_path: Path):
@@ -244,22 +224,15 @@ def test_a_childs_error_is_returned(tmp_path):
     assert message.startswith("'nonsense' is not a command")
 
 
-@pytest.mark.parametrize(
-    ("given", "name"),
-    [
-        ("linear", "LinearAttention"),
-        ("SoftmaxAttention", "SoftmaxAttention"),
-        ("xl", "TransformerXLAttention"),
-        ("transformer_xl", "TransformerXLAttention"),
-        ("my_module.Mine", "Mine"),
-        ("lstm", "LSTM"),
-    ],
-)
-def test_names_of_kinds(given: str, name: str):
-    assert parse_kind(given) == (
-        name,
-        ["--model.backbone" + ".attention" * (name != "LSTM"), given if "." in given else name],
-    )
+def test_names_of_kinds():
+    attention = "--model.backbone.attention"
+    for given in ("xl", "transformer_xl", "TransformerXLAttention"):
+        assert parse_kind(given) == ("TransformerXLAttention", [attention, "TransformerXLAttention"])
+    assert parse_kind("my_module.Mine") == ("Mine", [attention, "my_module.Mine"])
+    assert parse_kind("lstm") == ("LSTM", ["--model.backbone", "LSTM"])
+    for given in ("", "s", "nonsense"):  # of several or of none
+        with pytest.raises(ValueError, match=f"--kinds {given}: give one of .*LinearAttention"):
+            parse_kind(given)
 
 
 def test_options_of_kinds():
@@ -302,27 +275,11 @@ def test_the_best_rate_is_run_with_every_seed(tmp_path: Path, monkeypatch: pytes
     monkeypatch.setattr(Sweep, "run", lambda self, cells, test=False: runs.append((cells, test)))
     monkeypatch.setattr("lit_effattn.analysis.sweep.best_rate", lambda kind, outcomes: 0.5)
     monkeypatch.setattr("lit_effattn.analysis.sweep.report", lambda *_: None)
-    args = [
-        "--config",
-        "mqar_linear",
-        "--kinds",
-        "linear",
-        "--lr",
-        "0.1,0.5",
-        "--seeds",
-        "3",
-        "--output",
-        str(tmp_path),
-    ]
+    args = ["--config", "mqar_linear", "--kinds", "linear", "--lr", "0.1,0.5", "--seeds", "3"]
+    args += ["--output", str(tmp_path)]
     sweep(args)
     tried = [Cell("LinearAttention", rate, 0) for rate in (0.1, 0.5)]
     assert runs == [(tried, False), ([Cell("LinearAttention", 0.5, seed) for seed in range(3)], True)]
-
-
-@pytest.mark.parametrize("given", ["", "s", "nonsense"])
-def test_a_name_of_no_kind_or_of_several_is_refused(given: str):
-    with pytest.raises(ValueError, match=f"--kinds {given}: give one of .*LinearAttention"):
-        parse_kind(given)
 
 
 def test_rates():
@@ -350,25 +307,17 @@ def test_devices(monkeypatch: pytest.MonkeyPatch):
         _devices("0,2")
 
 
-@pytest.mark.parametrize(
-    ("args", "message"),
-    [
-        (["--seeds", "0"], "--seeds 0"),
-        (["--model.optimizer.init_args.lr", "1"], "--lr RATE"),
-        (["--seed_everything=1"], "leave it out"),
-        (["--devices", "0,0"], "--devices 0,0"),
-        pytest.param(
-            ["--devices", "0,1"],
-            "--devices 0,1: torch finds no CUDA device; leave it out",
-            marks=pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device"),
-        ),
-    ],
-)
-def test_wrong_arguments_are_named(args, message, capsys):
-    assert message in fails(capsys, "sweep", "--config", "mqar_linear", "--kinds", "linear", *args)
-
-
-def test_a_configuration_without_an_optimizer_is_refused_before_the_first_run(tmp_path: Path, capsys):
+def test_wrong_arguments_are_named_before_the_first_run(tmp_path: Path, capsys):
+    wrong = {
+        "--seeds 0": ["--seeds", "0"],
+        "--lr RATE": ["--model.optimizer.init_args.lr", "1"],
+        "leave it out": ["--seed_everything=1"],
+        "--devices 0,0": ["--devices", "0,0"],
+    }
+    if not torch.cuda.is_available():
+        wrong["--devices 0,1: torch finds no CUDA device; leave it out"] = ["--devices", "0,1"]
+    for message, args in wrong.items():
+        assert message in fails(capsys, "sweep", "--config", "mqar_linear", "--kinds", "linear", *args)
     own = tmp_path / "own.yaml"
     own.write_text("model: {class_path: PixelModel}\n")
     flags = ["sweep", "--config", str(own), "--kinds", "linear", "--lr", "1e-3", "--output", str(tmp_path / "sweep")]
@@ -429,19 +378,20 @@ def test_a_child_that_is_being_started_is_stopped_too(tmp_path: Path, monkeypatc
     assert codes == [-signal.SIGTERM]
 
 
-@pytest.mark.parametrize("code", [143, 138, 130, 129, -signal.SIGTERM])
-def test_a_stopped_child_is_not_done(code: int, tmp_path: Path):
+def test_a_stopped_child_is_not_done(tmp_path: Path):
     """Also in its test, and before it handles signals."""
-    cell, codes = Cell("LinearAttention", 0.1, 0), iter([0, code, 0])
+    stops = (143, 138, 130, 129, -signal.SIGTERM)
+    cell, codes = Cell("LinearAttention", 0.1, 0), iter([0, *stops, 0])
 
     def child(args: list[str], log: Path, device: str | None, stopping: Event) -> tuple[int, str]:
         checkpoints(log.parent)
         return next(codes), ""
 
-    with pytest.raises(Stopped) as stopped:
-        Sweep(tmp_path, [], KINDS, child=child)._run_one(cell, True, "")
-    assert stopped.value.code == (code if code > 0 else 143)
-    assert read_record(tmp_path / RECORD)[1] == {str(cell): ["fit"]}
+    for code in stops:
+        with pytest.raises(Stopped) as stopped:
+            Sweep(tmp_path, [], KINDS, child=child)._run_one(cell, True, "")
+        assert stopped.value.code == (code if code > 0 else 143)
+        assert read_record(tmp_path / RECORD)[1] == {str(cell): ["fit"]}
     assert Sweep(tmp_path, [], KINDS, child=child)._test(cell, None) is None
     assert read_record(tmp_path / RECORD)[1] == {str(cell): ["fit", "test"]}
 
@@ -472,18 +422,9 @@ def test_what_is_trusted_is_trusted_in_tests_too(tmp_path: Path):
         assert [value for flag, value in pairwise(call) if flag == "--trust"] == ["mine.Task", "mine.Data"]
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        "[" * 100_000,
-        "[]",
-        '{"flags": 1}',
-        '{"flags": [], "done": {"a": 3}}',
-        '{"flags": [], "done": {}, "kinds": {"a": "b"}}',
-        "no JSON",
-    ],
-)
-def test_a_record_of_something_else(text: str, tmp_path: Path):
-    (tmp_path / "sweep.json").write_text(text)
-    with pytest.raises(ValueError, match=r"sweep\.json is not the record of a sweep"):
-        read_record(tmp_path / "sweep.json")
+def test_a_record_of_something_else(tmp_path: Path):
+    ours = ['{"flags": 1}', '{"flags": [], "done": {"a": 3}}', '{"flags": [], "done": {}, "kinds": {"a": "b"}}']
+    for text in ("[" * 100_000, "[]", "no JSON", *ours):
+        (tmp_path / "sweep.json").write_text(text)
+        with pytest.raises(ValueError, match=r"sweep\.json is not the record of a sweep"):
+            read_record(tmp_path / "sweep.json")

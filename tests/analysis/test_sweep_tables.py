@@ -17,8 +17,7 @@ def outcome(*validated: float, test: float = 1.0) -> Outcome:
     return Outcome(RunRecord(Path("run"), {}, curves, state_bytes=8, monitor="val/loss"), None)
 
 
-@pytest.mark.parametrize("bad", BAD)
-@pytest.mark.parametrize("first", [True, False])
+@pytest.mark.parametrize(("bad", "first"), [*zip(BAD, (True, False, True), strict=True)])
 def test_a_rate_that_diverged_is_not_the_best(bad, first):
     rates = [(0.1, outcome(bad)), (0.2, outcome(3.0)), (0.3, outcome(2.0, bad))]
     outcomes = {Cell("a", rate, 0): made for rate, made in (rates if first else reversed(rates))}
@@ -29,8 +28,7 @@ def test_a_rate_that_diverged_is_not_the_best(bad, first):
     assert "| a |  | 3 | 2 |" in markdown(by_rate(["a"], [0.1, 0.2, 0.3], outcomes))
 
 
-@pytest.mark.parametrize("bad", BAD)
-@pytest.mark.parametrize("seed", [0, 2])
+@pytest.mark.parametrize(("bad", "seed"), [*zip(BAD, (0, 2, 0), strict=True)])
 def test_the_mean_over_seeds_of_which_one_diverged_is_no_number(bad, seed):
     outcomes = {Cell("a", 0.1, i): outcome(2.0, test=bad if i == seed else 1.0) for i in range(3)}
     outcomes |= {Cell("b", 0.1, i): outcome(3.0, test=1.0 + i) for i in range(3)}

@@ -1,21 +1,16 @@
-from typing import Any
-
 import pytest
 
 from lit_effattn.analysis.tables import Spread, Table, comma_separated, markdown, show, shown
 
 
-@pytest.mark.parametrize(
-    ("value", "text"),
-    [
+def test_numbers_for_readers():
+    for value, text in (
         *[(None, ""), (True, "True"), ("1e5", "1e5"), (12345, "12,345"), (2**60, "1,152,921,504,606,846,976")],
         *[(0.000123456, "0.0001235"), (9999.4, "9999"), (415756.0, "415,756"), (-20000.6, "-20,001"), (1e20, "1e+20")],
         *[(float("nan"), "nan"), (float("inf"), "inf"), (Spread(1.23456, 0.0123), "1.235 ± 0.012")],
         (Spread(70000.0, None), "70,000"),
-    ],
-)
-def test_numbers_for_readers(value: Any, text: str):
-    assert shown(value) == text
+    ):
+        assert shown(value) == text
 
 
 def test_names_are_broken_after_dots(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):

@@ -41,7 +41,7 @@ from lit_effattn.nn.encoder_decoder import EncoderDecoder
 from lit_effattn.settings.defaults import split
 from lit_effattn.tasks import LanguageModel
 from tests.analysis.test_sweep import CONFIG as SWEEP
-from tests.support.commands import fails
+from tests.support.commands import fails, spec
 
 CONFIG = {**SWEEP, "trainer": {**SWEEP["trainer"], "default_root_dir": "runs/tiny"}}
 EMPTY = {"meta", "img", "wbr"}
@@ -187,35 +187,29 @@ def drawn(backbone: nn.Module, n: int = 12):
 SIGNAL = {"mem_len": 2, "segment_len": 3, "n_basis": 10, "n_samples": 6, "widths": (0.1,)}
 
 
-@pytest.mark.parametrize(
-    ("make", "shown"),
-    [
-        (SoftmaxAttention, ["weights"]),
-        (ShawAttention, ["weights"]),
-        (LinearAttention, ["weights"]),
-        (PerformerAttention, ["weights"]),
-        (partial(SparseAttention, stride=3), ["the given pattern", "weights"]),
-        (partial(SparseAttention, stride=3, combine="heads"), ["the given pattern", "weights"]),
-        (LSHAttention, ["weights", "buckets"]),
-        (CompressiveAttention, ["weights", *(f"term ({letter})" for letter in "abcd")]),
-        (TransformerXLAttention, ["weights", *(f"term ({letter})" for letter in "abcd")]),
-        (partial(InfiniteAttention, **SIGNAL), ["weights", *(f"term ({letter})" for letter in "abcd"), "density"]),
-        (partial(InfiniteAttention, **SIGNAL | {"n_basis": 0}), ["weights", *(f"term ({c})" for c in "abcd")]),
-    ],
+TERMS = ["weights", *(f"term ({letter})" for letter in "abcd")]
+SHOWN = (
+    *((kind, ["weights"]) for kind in (SoftmaxAttention, ShawAttention, LinearAttention, PerformerAttention)),
+    (partial(SparseAttention, stride=3), ["the given pattern", "weights"]),
+    (partial(SparseAttention, stride=3, combine="heads"), ["the given pattern", "weights"]),
+    (LSHAttention, ["weights", "buckets"]),
+    *((kind, TERMS) for kind in (CompressiveAttention, TransformerXLAttention)),
+    (partial(InfiniteAttention, **SIGNAL), [*TERMS, "density"]),
+    (partial(InfiniteAttention, **SIGNAL | {"n_basis": 0}), TERMS),
 )
-def test_every_kind_shows_what_it_has(make, shown: list[str]):
-    (found,) = drawn(Transformer(8, 2, 1, attention=make))
-    of_first = [
-        picture.caption.partition(": ")[2] for picture in found.pictures if picture.caption[:6] in ("head 1", "every ")
-    ]
-    assert len(of_first) == len(shown)
-    assert all(caption.startswith(start) for caption, start in zip(of_first, shown, strict=True))
-    of_second = [picture.caption for picture in found.pictures if "head 2" in picture.caption]
-    assert ("head 2: the given pattern" in of_second) == (getattr(make, "keywords", {}).get("combine") == "heads")
-    for picture in found.pictures:
-        width = 256 if "density" in picture.caption else 12
-        assert image(picture.png).width == width
-        assert image(picture.png).height == (32 if "buckets" in picture.caption else 12)
+
+
+def test_every_kind_shows_what_it_has():
+    for make, shown in SHOWN:
+        (found,) = drawn(Transformer(8, 2, 1, attention=make))
+        captions = [picture.caption for picture in found.pictures]
+        of_first = [caption.partition(": ")[2] for caption in captions if caption[:6] in ("head 1", "every ")]
+        assert len(of_first) == len(shown), make
+        assert all(caption.startswith(start) for caption, start in zip(of_first, shown, strict=True)), make
+        assert ("head 2: the given pattern" in captions) == (getattr(make, "keywords", {}).get("combine") == "heads")
+        for picture in found.pictures:
+            size = (256 if "density" in picture.caption else 12, 32 if "buckets" in picture.caption else 12)
+            assert image(picture.png).size == size, (make, picture.caption)
 
 
 def test_few_layers_and_heads_are_drawn_the_first_and_the_last_among_them():
@@ -343,26 +337,13 @@ def test_settings_are_sorted_by_their_defaults():
     config = {
         "seed_everything": 0,
         "trainer": {"max_steps": 5, "precision": None, "log_every_n_steps": 10, "unknown": None},
-        "model": {
-            "class_path": "lit_effattn.Transformer",
-            "init_args": {
-                "dropout": 0.0,
-                "n_heads": 2,
-                "attention": {"class_path": "no_such.Kind", "init_args": {"a": 1}},
-            },
-        },
-        "data": {"class_path": "TextStream", "init_args": {"segment_len": 7}},
+        "model": spec("lit_effattn.Transformer", dropout=0.0, n_heads=2, attention=spec("no_such.Kind", a=1)),
+        "data": spec("TextStream", segment_len=7),
     }
     changed, others = split(config)
     assert changed == {
-        "trainer.max_steps": 5,
-        "trainer.unknown": None,
-        "model": "Transformer",
-        "model.n_heads": 2,
-        "model.attention": "Kind",
-        "model.attention.a": 1,
-        "data": "TextStream",
-        "data.segment_len": 7,
+        **{"trainer.max_steps": 5, "trainer.unknown": None, "data": "TextStream", "data.segment_len": 7},
+        **{"model": "Transformer", "model.n_heads": 2, "model.attention": "Kind", "model.attention.a": 1},
     }
     assert others.keys() == {"seed_everything", "trainer.precision", "trainer.log_every_n_steps", "model.dropout"}
 
@@ -379,11 +360,11 @@ def test_curves_are_drawn_to_scale():
     assert chart("nothing", "step", {"a": ([1], [float("inf")])}) is None
 
 
-@pytest.mark.parametrize(("low", "high"), [(0, 1), (2.95, 3.2), (-7e-5, 3e-5), (5, 5), (0, 0), (1e6, 1e9)])
-def test_ticks_enclose_the_values(low: float, high: float):
-    ticks = _ticks(low, high)
-    assert 3 <= len(ticks) <= 8
-    assert ticks[0] <= low <= high <= ticks[-1]
+def test_ticks_enclose_the_values():
+    for low, high in ((0, 1), (2.95, 3.2), (-7e-5, 3e-5), (5, 5), (0, 0), (1e6, 1e9)):
+        ticks = _ticks(low, high)
+        assert 3 <= len(ticks) <= 8
+        assert ticks[0] <= low <= high <= ticks[-1]
 
 
 # ------------------------------------------------------------------------------------------------------------ browser

@@ -98,25 +98,24 @@ class Weights(pl.Callback):
         self.after[trainer.global_step] = pl_module.weight.item()
 
 
-@pytest.mark.parametrize(
-    ("options", "limits", "steps"),
-    [
-        ({"keep": 2}, {}, [8, 12]),
-        ({"keep": 2}, {"max_steps": 11}, [4, 8]),  # the third epoch is not whole
-        ({"keep": 3, "keep_every_n_train_steps": 3}, {}, [6, 9, 12]),
-        ({"keep": 9, "keep_every_n_train_steps": 2}, {"max_steps": 7}, [2, 4, 6]),
-        ({"keep": 9, "keep_every_n_train_steps": 4}, {}, [4, 8, 12]),  # an epoch's last step
-        ({"keep": 9, "keep_every_n_train_steps": 1}, {"accumulate_grad_batches": 2}, [1, 2, 3, 4, 5, 6]),
-        ({"keep": 2, "asynchronous": True}, {}, [8, 12]),
-    ],
-)
-def test_the_last_ones_are_kept(options: dict, limits: dict, steps: list[int], tmp_path: Path):
-    for validation in (None, loader(1)):
-        folder, weights = tmp_path / str(validation is None), Weights()
-        run = trainer(folder, [weights, LastCheckpoint(**options)], max_epochs=3, **limits)
-        run.fit(Tiny(), loader(4), validation)
-        assert kept(folder) == {step: weights.after[step] for step in steps}
-        assert read_checkpoint(folder / "checkpoints" / "last.ckpt")["global_step"] == run.global_step
+def test_the_last_ones_are_kept(tmp_path: Path):
+    for number, (options, limits, steps) in enumerate(
+        [
+            ({"keep": 2}, {}, [8, 12]),
+            ({"keep": 2}, {"max_steps": 11}, [4, 8]),  # the third epoch is not whole
+            ({"keep": 3, "keep_every_n_train_steps": 3}, {}, [6, 9, 12]),
+            ({"keep": 9, "keep_every_n_train_steps": 2}, {"max_steps": 7}, [2, 4, 6]),
+            ({"keep": 9, "keep_every_n_train_steps": 4}, {}, [4, 8, 12]),  # an epoch's last step
+            ({"keep": 9, "keep_every_n_train_steps": 1}, {"accumulate_grad_batches": 2}, [1, 2, 3, 4, 5, 6]),
+            ({"keep": 2, "asynchronous": True}, {}, [8, 12]),
+        ]
+    ):
+        for validation in (None, loader(1)):
+            folder, weights = tmp_path / f"{number}-{validation is None}", Weights()
+            run = trainer(folder, [weights, LastCheckpoint(**options)], max_epochs=3, **limits)
+            run.fit(Tiny(), loader(4), validation)
+            assert kept(folder) == {step: weights.after[step] for step in steps}
+            assert read_checkpoint(folder / "checkpoints" / "last.ckpt")["global_step"] == run.global_step
 
 
 class KilledError(Exception):
@@ -238,19 +237,16 @@ def test_those_of_steps_that_are_trained_again_are_replaced(tmp_path: Path):
     assert kept(tmp_path)[6] == model.weight.item()
 
 
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        ({"every_n_train_steps": 0}, "every_n_train_steps=0 must be at least 1"),
-        ({"keep": -1}, "keep=-1 must be at least 0"),
-        ({"keep": 2, "keep_every_n_train_steps": 0}, "keep_every_n_train_steps=0 must be at least 1"),
-        ({"save_top_k": 0}, "save_top_k=0 must be at least 1"),
-        ({"keep_every_n_train_steps": 7}, "keep_every_n_train_steps=7 needs keep, such as keep=5"),
-    ],
-)
-def test_wrong_options_are_named(options: dict[str, int], words: str):
-    with pytest.raises(ValueError, match=words):
-        LastCheckpoint(**options)
+def test_wrong_options_are_named():
+    for words, options in {
+        "every_n_train_steps=0 must be at least 1": {"every_n_train_steps": 0},
+        "keep=-1 must be at least 0": {"keep": -1},
+        "keep_every_n_train_steps=0 must be at least 1": {"keep": 2, "keep_every_n_train_steps": 0},
+        "save_top_k=0 must be at least 1": {"save_top_k": 0},
+        "keep_every_n_train_steps=7 needs keep, such as keep=5": {"keep_every_n_train_steps": 7},
+    }.items():
+        with pytest.raises(ValueError, match=words):
+            LastCheckpoint(**options)
 
 
 # ---------------------------------------------------------------------------------------- LastCheckpoint(asynchronous)

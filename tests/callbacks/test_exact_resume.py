@@ -5,6 +5,7 @@
 
 import os
 import signal
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -19,7 +20,7 @@ from torch.utils.data import Dataset
 
 from lit_effattn import Transformer
 from lit_effattn.attention import LinearAttention
-from lit_effattn.callbacks import LastCheckpoint, MemoryCarry, RandomStates, StopOnSignal
+from lit_effattn.callbacks import LastCheckpoint, MemoryCarry, RandomStates, StopOnSignal, Stopped
 from lit_effattn.datamodules import ResumableLoader, ShardedBatches, SortingTask
 from lit_effattn.datamodules.common.sampling import loader_options
 from lit_effattn.tasks import LanguageModel, PixelModel
@@ -28,7 +29,6 @@ from tests.callbacks.tiny import trainer
 from tests.faults.cases import pairwise
 from tests.faults.comparison import BEST, compare_checkpoints, compare_logs, read_log, remains
 
-SIGNALS = (signal.SIGTERM, signal.SIGINT)
 EPOCHS = 3
 CELLS = pairwise(
     {
@@ -40,14 +40,6 @@ CELLS = pairwise(
         "schedule": ("warm-up", "plateau", "steps of the run"),
     }
 )
-
-
-@pytest.fixture(autouse=True)
-def _leave_handlers_alone():
-    before = [signal.getsignal(number) for number in SIGNALS]
-    yield
-    for number, handler in zip(SIGNALS, before, strict=True):
-        signal.signal(number, handler)
 
 
 # ------------------------------------------------------------------------------------------------ what is trained
@@ -188,50 +180,41 @@ def where(moment: str, case: Case, timed: bool) -> dict[str, Any]:
 # ------------------------------------------------------------------------------------------------ the tests
 
 
-@pytest.mark.parametrize("cell", CELLS, ids=lambda cell: ", ".join(map(str, cell.values())))
-def test_a_stopped_run_equals_the_uninterrupted_one(cell: dict[str, Any], tmp_path: Path):
-    cell = dict(cell)
-    moment, kind = cell.pop("moment"), cell.pop("limits")
-    case, timed = Case(**cell), kind == "max_time"
-    limits = {
-        "max_steps": {"max_steps": (EPOCHS - 1) * case.steps + case.steps // 2, "max_epochs": -1},
-        "both": {"max_steps": EPOCHS * case.steps, "max_epochs": EPOCHS},
-    }.get(kind, {"max_epochs": EPOCHS})
-    at = At(timed, **where(moment, case, timed))
-    whole, stopped = case.fit(tmp_path / "whole", **limits), tmp_path / "stopped"
-    if timed:
-        case.fit(stopped, at, **limits)
-        validated = [step for name, values in read_log(stopped).items() if name.startswith("val/") for step in values]
-    else:
-        with pytest.raises(SystemExit) as caught:
+@pytest.mark.parametrize("task", BATCHES)
+def test_a_stopped_run_equals_the_uninterrupted_one(task: str, tmp_path: Path):
+    for number, cell in enumerate(cell for cell in CELLS if cell["task"] == task):
+        moment, kind = cell["moment"], cell["limits"]
+        case = Case(task, *(cell[name] for name in ("accumulate", "validation", "schedule")))
+        timed = kind == "max_time"
+        limits = {
+            "max_steps": {"max_steps": (EPOCHS - 1) * case.steps + case.steps // 2, "max_epochs": -1},
+            "both": {"max_steps": EPOCHS * case.steps, "max_epochs": EPOCHS},
+        }.get(kind, {"max_epochs": EPOCHS})
+        at = At(timed, **where(moment, case, timed))
+        whole, stopped = case.fit(tmp_path / f"whole-{number}", **limits), tmp_path / f"stopped-{number}"
+        with nullcontext() if timed else pytest.raises(Stopped):
             case.fit(stopped, at, **limits)
-        assert caught.value.code == 143
-    assert at.done
-    resumed = case.fit(stopped, **limits)
-    assert not differences(whole, resumed, may_add=max(validated) if timed else None)
+        assert at.done
+        values = [max(steps) for name, steps in read_log(stopped).items() if name.startswith("val/")]
+        resumed = case.fit(stopped, **limits)
+        assert not differences(whole, resumed, may_add=max(values) if timed else None), cell
 
 
-@pytest.mark.parametrize(
-    ("limit", "task", "accumulate"),
-    [
-        ("max_steps in mid-epoch", "pixels", 3),
-        ("max_steps at the end of an epoch", "sorting", 1),
-        ("max_epochs", "sorting", 1),
-        ("both", "pixels", 3),
-    ],
-)
-def test_a_run_that_reached_its_limit_goes_on_to_a_higher_one(task: str, limit: str, accumulate: int, tmp_path: Path):
-    case = Case(task, accumulate)
-    end, half = EPOCHS * case.steps, case.steps // 2
-    first, then = {
-        "max_steps in mid-epoch": ({"max_steps": case.steps + half}, {"max_steps": end}),
-        "max_steps at the end of an epoch": ({"max_steps": case.steps}, {"max_steps": end}),
-        "max_epochs": ({"max_epochs": 1}, {"max_epochs": EPOCHS}),
-        "both": ({"max_steps": half, "max_epochs": EPOCHS}, {"max_steps": end, "max_epochs": EPOCHS}),
-    }[limit]
-    whole = case.fit(tmp_path / "whole", **then)
-    case.fit(tmp_path / "parts", **first)
-    assert not differences(whole, case.fit(tmp_path / "parts", **then))
+def test_a_run_that_reached_its_limit_goes_on_to_a_higher_one(tmp_path: Path):
+    for number, (task, accumulate, kind) in enumerate(
+        [("pixels", 3, "mid-epoch"), ("sorting", 1, "epoch-end"), ("sorting", 1, "max_epochs"), ("pixels", 3, "both")]
+    ):
+        case = Case(task, accumulate)
+        end, half = EPOCHS * case.steps, case.steps // 2
+        first, then = {
+            "mid-epoch": ({"max_steps": case.steps + half}, {"max_steps": end}),
+            "epoch-end": ({"max_steps": case.steps}, {"max_steps": end}),
+            "max_epochs": ({"max_epochs": 1}, {"max_epochs": EPOCHS}),
+            "both": ({"max_steps": half, "max_epochs": EPOCHS}, {"max_steps": end, "max_epochs": EPOCHS}),
+        }[kind]
+        whole = case.fit(tmp_path / f"whole-{number}", **then)
+        case.fit(tmp_path / f"parts-{number}", **first)
+        assert not differences(whole, case.fit(tmp_path / f"parts-{number}", **then)), kind
 
 
 def test_an_uninterrupted_run_repeats_itself(tmp_path: Path):

@@ -52,7 +52,9 @@ def fit(folder: Path, callback: FeatureRedraw, n: int, **options) -> Estimator:
 
 
 def test_redraws_every_so_many_steps(tmp_path: Path):
-    model = fit(tmp_path, FeatureRedraw(3), n=7)
+    callback = FeatureRedraw(3)
+    assert fit(tmp_path, callback, n=4).draws_in("train") == [0, 0, 0, 1]
+    model = fit(tmp_path, callback, n=7)  # it begins anew
     assert model.draws_in("train") == [0, 0, 0, 1, 1, 1, 2]
     sums = {value for *_, value in model.seen}
     assert len(sums) == 6  # two layers, three draws, all different
@@ -114,12 +116,6 @@ def test_what_is_drawn_follows_from_seed_step_and_place_alone(tmp_path: Path):
     assert not any(torch.equal(a, b) for a, b in zip(first, other, strict=True))
 
 
-def test_a_callback_begins_anew_with_every_fit(tmp_path: Path):
-    callback = FeatureRedraw(2)
-    for _ in range(2):
-        assert fit(tmp_path, callback, n=3).draws_in("train") == [0, 0, 1]
-
-
 class Drawn(nn.Module):
     """Some other module with random features."""
 
@@ -139,12 +135,9 @@ def test_modules_are_found_by_what_they_can_do(tmp_path: Path):
     assert len({*first, *second}) == 4  # twice each, though the second is wrapped
 
 
-def test_a_model_without_features_is_refused(tmp_path: Path):
+def test_models_without_features_and_bad_options_are_refused(tmp_path: Path):
     with pytest.raises(ValueError, match=r"FeatureRedraw: no module of this Tiny .*leave the callback out"):
         trainer(tmp_path, [FeatureRedraw()], max_epochs=1).fit(Tiny(), loader(1), loader(1))
-
-
-@pytest.mark.parametrize(("options", "words"), [({"every_n_steps": 0}, "every_n_steps=0"), ({"seed": -1}, "seed=-1")])
-def test_bad_options_are_named(options: dict, words: str):
-    with pytest.raises(ValueError, match=words):
-        FeatureRedraw(**options)
+    for options, words in (({"every_n_steps": 0}, "every_n_steps=0"), ({"seed": -1}, "seed=-1")):
+        with pytest.raises(ValueError, match=words):
+            FeatureRedraw(**options)

@@ -126,14 +126,6 @@ def test_a_run_that_stopped_within_an_epoch_ends_like_one_that_never_stopped():
     assert_same_end(last("whole"), last("parts"))
 
 
-def test_the_extra_that_synthesis_needs_is_named(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
-    monkeypatch.setattr("lit_effattn.datamodules.speech.espeak.find_spec", lambda name: None)
-    monkeypatch.setattr("ctypes.util.find_library", lambda name: None)
-    output = fails(capsys, "fit", "--config", "speech.yaml", "--data.corpus", "EspeakCorpus")
-    assert "pip install 'lit-effattn[speech]'" in output
-    assert not Path("data/espeak").exists()
-
-
 @pytest.mark.filterwarnings("ignore:LightningCLI's args")
 @pytest.mark.parametrize("config", of_data_sets(c for c in CONFIGS if c.stem.startswith(SPEECH)))
 def test_every_configuration_builds_and_says_what_it_needs(config: Path):

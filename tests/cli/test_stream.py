@@ -165,13 +165,18 @@ def test_ctrl_c_within_a_block_waits_for_its_end(
     assert first + transcribed(capsys, str(tmp_path / "rest.wav"), "--times", "--state", file) == whole
 
 
-def test_what_was_decoded_of_a_damaged_file_is_printed(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_what_was_decoded_of_a_damaged_file_is_printed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
     """Its last phones too, before the message; a saved state is not written."""
     samples, rate = soundfile.read(RECORDING)
     path = tmp_path / "cut.flac"
     soundfile.write(path, np.tile(samples, 20), rate)
     path.write_bytes(path.read_bytes()[:-1000])
-    state = tmp_path / "s.state"
+    state, log_probs, ends = tmp_path / "s.state", SpeechStream.log_probs, list[bool]()
+    monkeypatch.setattr(
+        SpeechStream, "log_probs", lambda self, x, last=False: ends.append(last) or log_probs(self, x, last=last)
+    )
     capsys.readouterr()
     for args in (["--times"], ["--save_state", str(state)]):
         with pytest.raises(SystemExit):
@@ -179,6 +184,7 @@ def test_what_was_decoded_of_a_damaged_file_is_printed(tmp_path: Path, capsys: p
         output = capsys.readouterr()
         assert "cut.flac: its " in output.err
         assert output.out
+        assert ends[-1] == (args == ["--times"])
     assert not state.exists()
 
 

@@ -1,4 +1,5 @@
 import copy
+import itertools
 from functools import partial
 
 import pytest
@@ -26,39 +27,40 @@ def inputs(batch: int, n: int) -> torch.Tensor:
     return torch.randn(batch, n, E, dtype=torch.float64, generator=torch.Generator().manual_seed(n))
 
 
-@pytest.mark.parametrize("chunk_size", [3, 128])
-def test_softmax_attention_within_segments_gets_a_long_term_memory(chunk_size: int):
+def test_softmax_attention_within_segments_gets_a_long_term_memory():
     """Without the signal's term each segment is softmax attention to itself; the first one has no such term anyway."""
-    softmax = SoftmaxAttention(E, H).double()
-    attention = make(short_term="softmax", mem_len=0, bias=True, chunk_size=chunk_size)
-    left = attention.load_state_dict(softmax.state_dict(), strict=False)
-    assert not left.unexpected_keys
-    assert all(name.startswith(attention.extra_parameters) for name in left.missing_keys)
-    x = inputs(2, 11)
-    alone = torch.cat([softmax(segment)[0] for segment in x.split(4, 1)], 1)
-    y, _ = attention(x)
-    torch.testing.assert_close(y[:, :4], alone[:, :4])
-    assert not torch.isclose(y[:, 4:], alone[:, 4:]).any()
-    attention.ltm_out_proj.weight.data.zero_()
-    torch.testing.assert_close(attention(x)[0], alone)
-    torch.testing.assert_close(stream(attention, x, [1] * 11)[0], alone)
+    for chunk_size in [3, 128]:
+        softmax = SoftmaxAttention(E, H).double()
+        attention = make(short_term="softmax", mem_len=0, bias=True, chunk_size=chunk_size)
+        left = attention.load_state_dict(softmax.state_dict(), strict=False)
+        assert not left.unexpected_keys
+        assert all(name.startswith(attention.extra_parameters) for name in left.missing_keys)
+        x = inputs(2, 11)
+        alone = torch.cat([softmax(segment)[0] for segment in x.split(4, 1)], 1)
+        y, _ = attention(x)
+        torch.testing.assert_close(y[:, :4], alone[:, :4])
+        assert not torch.isclose(y[:, 4:], alone[:, 4:]).any()
+        attention.ltm_out_proj.weight.data.zero_()
+        torch.testing.assert_close(attention(x)[0], alone)
+        torch.testing.assert_close(stream(attention, x, [1] * 11)[0], alone)
 
 
-@pytest.mark.parametrize("options", [{}, {"short_term": "softmax", "mem_len": 0, "bias": True, "gate": True}])
-@pytest.mark.parametrize("norm_signal", [True, False])
-def test_a_signal_of_inputs_as_they_were(norm_signal: bool, options: dict):
+def test_a_signal_of_inputs_as_they_were():
     """As in the authors' code for GPT-2: the LayerNorm is before the short-term memory and the queries alone."""
-    attention = InfiniteAttention(E, H, **SIZES | options, norm_signal=norm_signal)
-    block = Block(attention, FeedForward(E, 16), norm_memory=True).double()
-    norm = block.norm_1
-    torch.nn.init.normal_(norm.weight)
-    torch.nn.init.normal_(norm.bias)
-    x = 3 * inputs(2, 21) + 1
-    expected = definitions.infinite(attention, norm(x), norm(x) if norm_signal else x)
-    found, state = stream(attention, x, [9, 1, 1, 10])
-    torch.testing.assert_close(found, expected)
-    torch.testing.assert_close(attention(x)[0], expected)
-    torch.testing.assert_close(state.inputs, x[:, -state.inputs.size(1) :])
+    for options, norm_signal in itertools.product(
+        [{}, {"short_term": "softmax", "mem_len": 0, "bias": True, "gate": True}], [True, False]
+    ):
+        attention = InfiniteAttention(E, H, **SIZES | options, norm_signal=norm_signal)
+        block = Block(attention, FeedForward(E, 16), norm_memory=True).double()
+        norm = block.norm_1
+        torch.nn.init.normal_(norm.weight)
+        torch.nn.init.normal_(norm.bias)
+        x = 3 * inputs(2, 21) + 1
+        expected = definitions.infinite(attention, norm(x), norm(x) if norm_signal else x)
+        found, state = stream(attention, x, [9, 1, 1, 10])
+        torch.testing.assert_close(found, expected)
+        torch.testing.assert_close(attention(x)[0], expected)
+        torch.testing.assert_close(state.inputs, x[:, -state.inputs.size(1) :])
 
 
 def test_a_signal_of_inputs_as_they_were_needs_them():
@@ -228,15 +230,15 @@ def test_the_gate_learns_from_detached_memories():
     assert all((p.grad != 0).any() for p in attention.parameters())
 
 
-@pytest.mark.parametrize("lengths", [None, [3, 0]])
-def test_all_parameters_have_a_gradient_before_anything_is_remembered(lengths: list[int] | None):
+def test_all_parameters_have_a_gradient_before_anything_is_remembered():
     """DDP waits for a gradient of each."""
-    attention = make(gate=True, sticky=True)
-    y, state = attention(inputs(2, 3), None, None if lengths is None else torch.tensor(lengths))
-    (y.sum() + sequence.losses(state).sum()).backward()
-    for name, p in attention.named_parameters():
-        assert p.grad is not None, name
-        assert name.startswith(("ltm", "gate")) == bool((p.grad == 0).all()), name
+    for lengths in [None, [3, 0]]:
+        attention = make(gate=True, sticky=True)
+        y, state = attention(inputs(2, 3), None, None if lengths is None else torch.tensor(lengths))
+        (y.sum() + sequence.losses(state).sum()).backward()
+        for name, p in attention.named_parameters():
+            assert p.grad is not None, name
+            assert name.startswith(("ltm", "gate")) == bool((p.grad == 0).all()), name
 
 
 def test_all_parameters_have_a_gradient_in_a_call_that_writes_nothing():
@@ -322,19 +324,19 @@ def test_size_and_cost_do_not_depend_on_the_tokens_seen():
     assert attention.bounded_by is None
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_the_signal_is_kept_in_float32(dtype: torch.dtype):
-    attention = make(sticky=True).to(dtype)
-    y, state = attention(inputs(2, 300).to(dtype))
-    assert y.dtype == state.inputs.dtype == dtype
-    assert state.coefficients.dtype == state.histogram.dtype == state.loss.dtype == torch.float32
-    exact = make(sticky=True)
-    exact.load_state_dict(attention.state_dict())
-    _, expected = exact(inputs(2, 300).to(dtype).double())
-    error = (state.coefficients - expected.coefficients).norm() / expected.coefficients.norm()
-    assert error < 8 * torch.finfo(dtype).eps  # of where samples are taken; the fit itself is float32's
-    assert attention.long_term.fit_next.dtype == torch.float32
-    assert attention.double().long_term.fit_next.dtype == torch.float64
+def test_the_signal_is_kept_in_float32():
+    for dtype in [torch.bfloat16, torch.float16]:
+        attention = make(sticky=True).to(dtype)
+        y, state = attention(inputs(2, 300).to(dtype))
+        assert y.dtype == state.inputs.dtype == dtype
+        assert state.coefficients.dtype == state.histogram.dtype == state.loss.dtype == torch.float32
+        exact = make(sticky=True)
+        exact.load_state_dict(attention.state_dict())
+        _, expected = exact(inputs(2, 300).to(dtype).double())
+        error = (state.coefficients - expected.coefficients).norm() / expected.coefficients.norm()
+        assert error < 8 * torch.finfo(dtype).eps  # of where samples are taken; the fit itself is float32's
+        assert attention.long_term.fit_next.dtype == torch.float32
+        assert attention.double().long_term.fit_next.dtype == torch.float64
 
 
 def test_copies_and_moves_keep_the_fit():

@@ -25,41 +25,39 @@ def of_all(attention: LSHAttention, x: torch.Tensor) -> torch.Tensor:
     return attention.out_proj((weights @ v).transpose(1, 2).flatten(2))
 
 
-@pytest.mark.parametrize("causal", [True, False])
-@pytest.mark.parametrize("n_hashes", [1, 3])
-@pytest.mark.parametrize("n", [1, 2, 11])
-def test_one_bucket_and_one_chunk_equal_full_attention(causal: bool, n_hashes: int, n: int):
-    attention = LSHAttention(E, H, causal, n_hashes=n_hashes, n_buckets=1, chunk_size=11).double()
-    x = torch.randn(2, n, E, dtype=torch.float64)
-    torch.testing.assert_close(attention(x)[0], of_all(attention, x))
+def test_one_bucket_and_one_chunk_equal_full_attention():
+    for causal, n_hashes, n in itertools.product([True, False], [1, 3], [1, 2, 11]):
+        attention = LSHAttention(E, H, causal, n_hashes=n_hashes, n_buckets=1, chunk_size=11).double()
+        x = torch.randn(2, n, E, dtype=torch.float64)
+        torch.testing.assert_close(attention(x)[0], of_all(attention, x))
 
 
-@pytest.mark.parametrize("causal", [True, False])
-def test_more_rounds_come_closer_to_full_attention(causal: bool):
-    torch.manual_seed(0)
-    one = LSHAttention(32, 2, causal, n_hashes=1, n_buckets=8, chunk_size=16)
-    x = 3 * torch.randn(2, 128, 32)
-    errors = []
-    for n_hashes in (1, 2, 4, 8, 16):
-        attention = LSHAttention(32, 2, causal, n_hashes=n_hashes, n_buckets=8, chunk_size=16)
-        attention.load_state_dict({**one.state_dict(), "rotations": attention.rotations})
-        errors.append((attention(x)[0] - of_all(attention, x)).norm(dim=-1).mean().item())
-    assert all(b < 0.9 * a for a, b in itertools.pairwise(errors)), errors
-    assert errors[-1] < 0.25 * errors[0]
+def test_more_rounds_come_closer_to_full_attention():
+    for causal in [True, False]:
+        torch.manual_seed(0)
+        one = LSHAttention(32, 2, causal, n_hashes=1, n_buckets=8, chunk_size=16)
+        x = 3 * torch.randn(2, 128, 32)
+        errors = []
+        for n_hashes in (1, 2, 4, 8, 16):
+            attention = LSHAttention(32, 2, causal, n_hashes=n_hashes, n_buckets=8, chunk_size=16)
+            attention.load_state_dict({**one.state_dict(), "rotations": attention.rotations})
+            errors.append((attention(x)[0] - of_all(attention, x)).norm(dim=-1).mean().item())
+        assert all(b < 0.9 * a for a, b in itertools.pairwise(errors)), errors
+        assert errors[-1] < 0.25 * errors[0]
 
 
-@pytest.mark.parametrize("causal", [True, False])
-def test_what_is_alone_sees_itself(causal: bool):
+def test_what_is_alone_sees_itself():
     """There are more buckets than positions."""
-    attention = LSHAttention(E, 1, causal, n_hashes=2, n_buckets=256, chunk_size=8).double()
-    x = 50 * torch.randn(1, 8, E, dtype=torch.float64)
-    buckets = hash_buckets(attention.q_proj(x)[:, None], attention.rotations)[0, 0]  # (R, N)
-    same = (buckets[:, :, None] == buckets[:, None]).any(0) & ~torch.eye(8).bool()
-    alone = ~(same.tril() if causal else same).any(-1)
-    assert alone.sum() > 3
-    y, own = attention(x)[0], attention.out_proj(attention.v_proj(x))
-    torch.testing.assert_close(y[0, alone], own[0, alone])
-    assert not torch.isclose(y[0, ~alone], own[0, ~alone]).all(-1).any()
+    for causal in [True, False]:
+        attention = LSHAttention(E, 1, causal, n_hashes=2, n_buckets=256, chunk_size=8).double()
+        x = 50 * torch.randn(1, 8, E, dtype=torch.float64)
+        buckets = hash_buckets(attention.q_proj(x)[:, None], attention.rotations)[0, 0]  # (R, N)
+        same = (buckets[:, :, None] == buckets[:, None]).any(0) & ~torch.eye(8).bool()
+        alone = ~(same.tril() if causal else same).any(-1)
+        assert alone.sum() > 3
+        y, own = attention(x)[0], attention.out_proj(attention.v_proj(x))
+        torch.testing.assert_close(y[0, alone], own[0, alone])
+        assert not torch.isclose(y[0, ~alone], own[0, ~alone]).all(-1).any()
 
 
 def test_keys_are_the_queries():
@@ -95,28 +93,27 @@ def test_redrawing_is_repeatable_and_saved():
     assert a.draws.dtype == a.half().draws.dtype == torch.long
 
 
-@pytest.mark.parametrize("n", [1, 5])
-@pytest.mark.parametrize("max_len", [None, 40])
-def test_what_another_draw_hashed_is_not_seen(n: int, max_len: int | None):
-    attention = LSHAttention(E, H, n_hashes=2, n_buckets=2, chunk_size=3).double()
-    x, after = torch.randn(2, 20, E, dtype=torch.float64), torch.randn(2, 12, E, dtype=torch.float64)
-    _, old = attention(x, attention.initial_state(2, max_len=max_len))
-    attention.redraw(torch.Generator().manual_seed(5))
-    _, new = attention(x, attention.initial_state(2, max_len=max_len))
-    one_of_each = type(old)(*(torch.stack([s[0], t[1]]) for s, t in zip(old, new, strict=True)))
-    ways = [after.split(n, 1), after.split(n, 1)]
-    results = []
-    for segments, state in zip(ways, (one_of_each, new), strict=True):
-        outputs = []
-        for segment in segments:
-            y, state = attention(segment, state)
-            outputs.append(y)
-        results.append(torch.cat(outputs, 1))
-        assert state.length.tolist() == [32, 32]
-        assert state.drawn.tolist() == [1, 1]
-    torch.testing.assert_close(results[0][0], attention(after)[0][0])
-    torch.testing.assert_close(results[0][1], results[1][1])
-    torch.testing.assert_close(results[1][1], attention(torch.cat([x, after], 1))[0][1, 20:])
+def test_what_another_draw_hashed_is_not_seen():
+    for n, max_len in itertools.product([1, 5], [None, 40]):
+        attention = LSHAttention(E, H, n_hashes=2, n_buckets=2, chunk_size=3).double()
+        x, after = torch.randn(2, 20, E, dtype=torch.float64), torch.randn(2, 12, E, dtype=torch.float64)
+        _, old = attention(x, attention.initial_state(2, max_len=max_len))
+        attention.redraw(torch.Generator().manual_seed(5))
+        _, new = attention(x, attention.initial_state(2, max_len=max_len))
+        one_of_each = type(old)(*(torch.stack([s[0], t[1]]) for s, t in zip(old, new, strict=True)))
+        ways = [after.split(n, 1), after.split(n, 1)]
+        results = []
+        for segments, state in zip(ways, (one_of_each, new), strict=True):
+            outputs = []
+            for segment in segments:
+                y, state = attention(segment, state)
+                outputs.append(y)
+            results.append(torch.cat(outputs, 1))
+            assert state.length.tolist() == [32, 32]
+            assert state.drawn.tolist() == [1, 1]
+        torch.testing.assert_close(results[0][0], attention(after)[0][0])
+        torch.testing.assert_close(results[0][1], results[1][1])
+        torch.testing.assert_close(results[1][1], attention(torch.cat([x, after], 1))[0][1, 20:])
 
 
 # ---------------------------------------------------------------------------------------------------------- the state

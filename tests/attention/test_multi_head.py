@@ -31,9 +31,8 @@ def test_a_process_computes_its_heads():
     torch.testing.assert_close(attention.feature_map.omega, whole.feature_map.omega, rtol=0, atol=0)
 
 
-@pytest.mark.parametrize(
-    ("attention", "size", "said"),
-    [
+def test_what_does_not_divide_is_told():
+    for attention, size, said in [
         (SoftmaxAttention(8, 4), 3, "tensor_parallel_size=3 does not divide n_heads=4 of SoftmaxAttention"),
         (SoftmaxAttention(8, 4, n_kv_heads=1), 2, "tensor_parallel_size=2 does not divide n_kv_heads=1 of Softmax"),
         (LinearCrossAttention(8, 4), 3, "tensor_parallel_size=3 does not divide n_heads=4 of LinearCrossAttention"),
@@ -45,9 +44,7 @@ def test_a_process_computes_its_heads():
         (ShawAttention(8, 4), 2, "ShawAttention does not divide its heads among processes; leave it out, or choose"),
         (LinearAttention(8, 4, feature_map=HedgehogFeatureMap), 2, "LinearAttention does not divide its heads"),
         (LinearCrossAttention(8, 4, feature_map=partial(HedgehogFeatureMap)), 2, "LinearCrossAttention does not divi"),
-    ],
-)
-def test_what_does_not_divide_is_told(attention: SoftmaxAttention, size: int, said: str):
-    with pytest.raises(ValueError, match=said):
-        attention.keep_heads(0, size)
-    assert attention.n_heads == 4
+    ]:
+        with pytest.raises(ValueError, match=said):
+            attention.keep_heads(0, size)
+        assert attention.n_heads == 4

@@ -1,3 +1,4 @@
+import itertools
 import math
 
 import pytest
@@ -24,24 +25,23 @@ def redraw(attention: PerformerAttention, seed: int = 9) -> None:
 # ------------------------------------------------------------------------------------------------- estimates of softmax
 
 
-@pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("features", LOG_SPACE)
-@pytest.mark.parametrize("orthogonal", [True, False])
-def test_it_nears_softmax_with_more_features(causal: bool, features: str, orthogonal: bool):
-    softmax = SoftmaxAttention(E, H, causal).double()
-    x = inputs(40, 1)
-    errors = []
-    for n_features in (16, 16384):
-        twin = PerformerAttention(
-            E, H, causal, n_features=n_features, features=features, orthogonal=orthogonal
-        ).double()
-        missing = twin.load_state_dict(softmax.state_dict(), strict=False)
-        assert sorted(missing.missing_keys) == ["feature_map.draws", "feature_map.omega"]
-        assert missing.unexpected_keys == []
-        errors.append((twin(x)[0] - softmax(x)[0]).square().mean().sqrt().item())
-    # √1024 times fewer; the expected ratio is 1/32, and chance moves it.
-    assert errors[1] < errors[0] / 8
-    assert errors[1] < 0.01
+def test_it_nears_softmax_with_more_features(features: str):
+    for causal, orthogonal in itertools.product([True, False], [True, False]):
+        softmax = SoftmaxAttention(E, H, causal).double()
+        x = inputs(40, 1)
+        errors = []
+        for n_features in (16, 16384):
+            twin = PerformerAttention(
+                E, H, causal, n_features=n_features, features=features, orthogonal=orthogonal
+            ).double()
+            missing = twin.load_state_dict(softmax.state_dict(), strict=False)
+            assert sorted(missing.missing_keys) == ["feature_map.draws", "feature_map.omega"]
+            assert missing.unexpected_keys == []
+            errors.append((twin(x)[0] - softmax(x)[0]).square().mean().sqrt().item())
+        # √1024 times fewer; the expected ratio is 1/32, and chance moves it.
+        assert errors[1] < errors[0] / 8
+        assert errors[1] < 0.01
 
 
 def test_the_number_of_features():
@@ -57,42 +57,41 @@ def test_the_number_of_features():
         assert attention.feature_map.omega.size(1) == (5 if features in ("hyperbolic", "trigonometric") else 10)
 
 
-@pytest.mark.parametrize("features", LOG_SPACE)
-@pytest.mark.parametrize("causal", [True, False])
-def test_large_inputs_stay_finite(features: str, causal: bool):
-    attention = PerformerAttention(E, H, causal, features=features, chunk_size=16)
-    x = (30 * inputs(50, dtype=torch.float32)).requires_grad_()
-    y, state = attention(x)
-    assert y.isfinite().all()
-    assert all(g.isfinite().all() for g in torch.autograd.grad(y.sum(), [x, *attention.parameters()]))
-    if causal:
-        after, _ = attention(30 * inputs(1, dtype=torch.float32), sequence.detach(state))
-        assert after.isfinite().all()
+def test_large_inputs_stay_finite():
+    for features, causal in itertools.product(LOG_SPACE, [True, False]):
+        attention = PerformerAttention(E, H, causal, features=features, chunk_size=16)
+        x = (30 * inputs(50, dtype=torch.float32)).requires_grad_()
+        y, state = attention(x)
+        assert y.isfinite().all()
+        assert all(g.isfinite().all() for g in torch.autograd.grad(y.sum(), [x, *attention.parameters()]))
+        if causal:
+            after, _ = attention(30 * inputs(1, dtype=torch.float32), sequence.detach(state))
+            assert after.isfinite().all()
 
 
 # ------------------------------------------------------------------------------------------------------------ the state
 
 
-@pytest.mark.parametrize("cast", [torch.nn.Module.half, torch.nn.Module.bfloat16, lambda m: m.to(torch.float16)])
-def test_features_keep_float32(cast):
-    attention = PerformerAttention(E, H)
-    before = attention.feature_map.omega.clone()
-    cast(attention)
-    assert attention.q_proj.weight.dtype != torch.float32
-    assert torch.equal(attention.feature_map.omega, before)
-    assert "omega" in attention.state_dict()
-    assert attention.double().feature_map.omega.dtype == torch.float64
-    assert attention.half().feature_map.omega.dtype == torch.float32
+def test_features_keep_float32():
+    for cast in [torch.nn.Module.half, torch.nn.Module.bfloat16, lambda m: m.to(torch.float16)]:
+        attention = PerformerAttention(E, H)
+        before = attention.feature_map.omega.clone()
+        cast(attention)
+        assert attention.q_proj.weight.dtype != torch.float32
+        assert torch.equal(attention.feature_map.omega, before)
+        assert "omega" in attention.state_dict()
+        assert attention.double().feature_map.omega.dtype == torch.float64
+        assert attention.half().feature_map.omega.dtype == torch.float32
 
 
-@pytest.mark.parametrize("features", MAPS)
-def test_a_donated_step_allocates_neither_sums_nor_directions(features: str):
-    b, h, f, d = 3, 2, 32, 32
-    attention = PerformerAttention(h * d, h, features=features, n_features=f)
-    state, x = attention.initial_state(b), torch.randn(b, 1, h * d)
-    with torch.no_grad(), sequence.donated(), Largest() as largest:
-        attention(x, state)
-    assert largest.elements < h * f * d / 2  # of hyperbolic features there are half as many directions
+def test_a_donated_step_allocates_neither_sums_nor_directions():
+    for features in MAPS:
+        b, h, f, d = 3, 2, 32, 32
+        attention = PerformerAttention(h * d, h, features=features, n_features=f)
+        state, x = attention.initial_state(b), torch.randn(b, 1, h * d)
+        with torch.no_grad(), sequence.donated(), Largest() as largest:
+            attention(x, state)
+        assert largest.elements < h * f * d / 2  # of hyperbolic features there are half as many directions
 
 
 # ------------------------------------------------------------------------------------------------------------ redrawing
@@ -119,21 +118,20 @@ def test_a_forward_draws_nothing():
 
 
 @pytest.mark.parametrize("features", MAPS)
-@pytest.mark.parametrize("n", [1, 6])
-@pytest.mark.parametrize("given_away", [False, True], ids=["kept", "donated"])
-def test_redrawing_empties_a_carried_state(features: str, n: int, given_away: bool):
-    attention = PerformerAttention(E, H, features=features, chunk_size=4).double()
-    x, more = inputs(7), inputs(n)
-    with torch.no_grad():
-        _, state = attention(x)
-        redraw(attention)
-        expected, fresh = attention(more)
-        with sequence.donated() if given_away else torch.no_grad():
-            y, after = attention(more, state)
-    torch.testing.assert_close(y, expected)
-    assert after.length.tolist() == [7 + n] * 2  # positions go on
-    for name in ("s", "z", "m", "drawn"):
-        torch.testing.assert_close(getattr(after, name), getattr(fresh, name))
+def test_redrawing_empties_a_carried_state(features: str):
+    for n, given_away in itertools.product([1, 6], [False, True]):
+        attention = PerformerAttention(E, H, features=features, chunk_size=4).double()
+        x, more = inputs(7), inputs(n)
+        with torch.no_grad():
+            _, state = attention(x)
+            redraw(attention)
+            expected, fresh = attention(more)
+            with sequence.donated() if given_away else torch.no_grad():
+                y, after = attention(more, state)
+        torch.testing.assert_close(y, expected)
+        assert after.length.tolist() == [7 + n] * 2  # positions go on
+        for name in ("s", "z", "m", "drawn"):
+            torch.testing.assert_close(getattr(after, name), getattr(fresh, name))
 
 
 def test_only_rows_from_before_the_redraw_are_emptied():
@@ -183,21 +181,21 @@ def test_eps_of_the_authors_code():
 N_FEATURES = 24
 
 
-@pytest.mark.parametrize(
-    ("scale", "eps"),
-    [(1, None), (N_FEATURES**-0.5, 1e-3 * N_FEATURES**0.5), ((E / H) ** -0.25, 1e-3 * (E / H) ** 0.25)],
-    ids=["jax", "tensorflow", "performer-pytorch"],
-)
-def test_eps_of_relu_features(scale: float, eps: float | None):
+def test_eps_of_relu_features():
     """Theirs: relu(scale · ωᵀx) + 10⁻³."""
-    options = {"causal": False, "features": "relu", "n_features": N_FEATURES}
-    attention = PerformerAttention(E, H, **options, eps=eps).double()
-    x = inputs(9)
-    q, k, v = attention.project(x)
-    q, k = ((scale * t @ attention.feature_map.omega.mT).relu() + 1e-3 for t in (q, k))
-    weights = q @ k.mT
-    y = (weights / weights.sum(-1, keepdim=True) @ v).transpose(1, 2).flatten(2)
-    torch.testing.assert_close(attention(x)[0], attention.out_proj(y))
+    for scale, eps in [
+        (1, None),
+        (N_FEATURES**-0.5, 1e-3 * N_FEATURES**0.5),
+        ((E / H) ** -0.25, 1e-3 * (E / H) ** 0.25),
+    ]:
+        options = {"causal": False, "features": "relu", "n_features": N_FEATURES}
+        attention = PerformerAttention(E, H, **options, eps=eps).double()
+        x = inputs(9)
+        q, k, v = attention.project(x)
+        q, k = ((scale * t @ attention.feature_map.omega.mT).relu() + 1e-3 for t in (q, k))
+        weights = q @ k.mT
+        y = (weights / weights.sum(-1, keepdim=True) @ v).transpose(1, 2).flatten(2)
+        torch.testing.assert_close(attention(x)[0], attention.out_proj(y))
 
 
 def test_default_eps():

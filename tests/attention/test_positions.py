@@ -75,25 +75,21 @@ def test_beyond_the_last_position():
         GridPositions(4, (2, 3, 5))(torch.tensor([[30]]))
 
 
-@pytest.mark.parametrize(
-    ("positions", "expected"),
-    [
+def test_the_number_of_positions_is_that_of_the_vectors():
+    for positions, expected in [
         (LearnedPositions(4, 6), 6),
         (LearnedPositions(4, 6, period=6), None),
         (LearnedPositions(4, 6, period=7), 6),
         (GridPositions(4, (2, 3, 1)), 6),
         (SinusoidalPositions(4), None),
         (RotaryPositions(4), None),
-    ],
-    ids=lambda value: type(value).__name__,
-)
-def test_the_number_of_positions_is_that_of_the_vectors(positions, expected):
-    assert n_positions(nn.ModuleList([positions, SinusoidalPositions(4)])) == expected
-    positions(torch.tensor([[(expected or 10**6) - 1]]))
-    if expected is not None:
-        assert n_positions(nn.ModuleList([positions, LearnedPositions(4, 5)])) == 5
-        with pytest.raises(ValueError, match="is beyond the last"):
-            positions(torch.tensor([[expected]]))
+    ]:
+        assert n_positions(nn.ModuleList([positions, SinusoidalPositions(4)])) == expected
+        positions(torch.tensor([[(expected or 10**6) - 1]]))
+        if expected is not None:
+            assert n_positions(nn.ModuleList([positions, LearnedPositions(4, 5)])) == 5
+            with pytest.raises(ValueError, match="is beyond the last"):
+                positions(torch.tensor([[expected]]))
 
 
 def test_grid_adds_row_column_and_channel():
@@ -131,17 +127,17 @@ def test_bind_reaches_all_positions_in_a_module():
         model(torch.zeros(1, 13, 8))
 
 
-@pytest.mark.parametrize(("base", "odd"), [(10000.0, 0), (100.0, 0), (10000.0, 1)])
-def test_rotary_turns_pairs(base: float, odd: int):
-    d, t = 6, 7
-    x = torch.randn(1, 1, 1, d + odd, dtype=torch.float64)
-    y = RotaryPositions(d + odd, base).turn(x, torch.tensor([[t]]))
-    assert torch.equal(y[..., d:], x[..., d:])
-    for i in range(d // 2):
-        a = t * base ** (-2 * i / d)
-        first, second = x[0, 0, 0, i].item(), x[0, 0, 0, i + d // 2].item()
-        assert y[0, 0, 0, i].item() == pytest.approx(first * math.cos(a) - second * math.sin(a), abs=1e-12)
-        assert y[0, 0, 0, i + d // 2].item() == pytest.approx(first * math.sin(a) + second * math.cos(a), abs=1e-12)
+def test_rotary_turns_pairs():
+    for base, odd in [(10000.0, 0), (100.0, 0), (10000.0, 1)]:
+        d, t = 6, 7
+        x = torch.randn(1, 1, 1, d + odd, dtype=torch.float64)
+        y = RotaryPositions(d + odd, base).turn(x, torch.tensor([[t]]))
+        assert torch.equal(y[..., d:], x[..., d:])
+        for i in range(d // 2):
+            a = t * base ** (-2 * i / d)
+            first, second = x[0, 0, 0, i].item(), x[0, 0, 0, i + d // 2].item()
+            assert y[0, 0, 0, i].item() == pytest.approx(first * math.cos(a) - second * math.sin(a), abs=1e-12)
+            assert y[0, 0, 0, i + d // 2].item() == pytest.approx(first * math.sin(a) + second * math.cos(a), abs=1e-12)
 
 
 def test_rotary_products_depend_on_differences_alone():

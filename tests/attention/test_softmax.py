@@ -1,3 +1,5 @@
+import itertools
+
 import pytest
 import torch
 from torch import nn
@@ -17,26 +19,25 @@ from tests.laws import definitions
 E, H = 12, 3
 
 
-@pytest.mark.parametrize("bias", [True, False])
-@pytest.mark.parametrize("causal", [True, False])
-def test_equals_multihead_attention_of_torch(causal: bool, bias: bool):
-    ours = SoftmaxAttention(E, H, causal, bias=bias).double()
-    theirs = nn.MultiheadAttention(E, H, bias=bias, batch_first=True).double()
-    with torch.no_grad():
-        theirs.in_proj_weight.copy_(torch.cat([p.weight for p in (ours.q_proj, ours.k_proj, ours.v_proj)]))
-        theirs.out_proj.weight.copy_(ours.out_proj.weight)
-        if bias:
-            theirs.in_proj_bias.copy_(torch.cat([p.bias for p in (ours.q_proj, ours.k_proj, ours.v_proj)]))
-            theirs.out_proj.bias.copy_(ours.out_proj.bias)
-    x = torch.randn(2, 9, E, dtype=torch.float64)
-    hidden = torch.ones(9, 9).triu(1).bool() if causal else None
-    expected, _ = theirs(x, x, x, attn_mask=hidden, need_weights=False)
-    torch.testing.assert_close(ours(x)[0], expected)
+def test_equals_multihead_attention_of_torch():
+    for bias, causal in itertools.product([True, False], [True, False]):
+        ours = SoftmaxAttention(E, H, causal, bias=bias).double()
+        theirs = nn.MultiheadAttention(E, H, bias=bias, batch_first=True).double()
+        with torch.no_grad():
+            theirs.in_proj_weight.copy_(torch.cat([p.weight for p in (ours.q_proj, ours.k_proj, ours.v_proj)]))
+            theirs.out_proj.weight.copy_(ours.out_proj.weight)
+            if bias:
+                theirs.in_proj_bias.copy_(torch.cat([p.bias for p in (ours.q_proj, ours.k_proj, ours.v_proj)]))
+                theirs.out_proj.bias.copy_(ours.out_proj.bias)
+        x = torch.randn(2, 9, E, dtype=torch.float64)
+        hidden = torch.ones(9, 9).triu(1).bool() if causal else None
+        expected, _ = theirs(x, x, x, attn_mask=hidden, need_weights=False)
+        torch.testing.assert_close(ours(x)[0], expected)
 
-    lengths = torch.tensor([9, 4])
-    padding = torch.arange(9) >= lengths[:, None]
-    expected, _ = theirs(x, x, x, attn_mask=hidden, key_padding_mask=padding, need_weights=False)
-    torch.testing.assert_close(ours(x, None, lengths)[0], expected.masked_fill(padding[..., None], 0))
+        lengths = torch.tensor([9, 4])
+        padding = torch.arange(9) >= lengths[:, None]
+        expected, _ = theirs(x, x, x, attn_mask=hidden, key_padding_mask=padding, need_weights=False)
+        torch.testing.assert_close(ours(x, None, lengths)[0], expected.masked_fill(padding[..., None], 0))
 
 
 @torch.no_grad()
@@ -55,33 +56,30 @@ def test_queries_and_keys_of_another_width():
 
 
 @torch.no_grad()
-@pytest.mark.parametrize(
-    ("kind", "definition", "options"),
-    [
+def test_normalised_queries_and_keys_of_a_given_width():
+    for kind, definition, options in [
         (SoftmaxAttention, definitions.softmax, {}),
         (SoftmaxAttention, definitions.softmax, {"window": 4}),
         (LinearAttention, definitions.linear, {}),
         (PerformerAttention, definitions.performer, {}),
         (WindowedLinearAttention, definitions.windowed_linear, {"window": 3, "feature_map": EluFeatureMap}),
-    ],
-)
-def test_normalised_queries_and_keys_of_a_given_width(kind, definition, options: dict):
-    attention = kind(10, H, n_kv_heads=1, head_dim=6, qk_norm=True, qk_norm_eps=0.1, **options).double()
-    plain = SoftmaxAttention(10, H, n_kv_heads=1, head_dim=6, qk_norm=True).state_dict()
-    assert all(attention.state_dict()[name].shape == t.shape for name, t in plain.items())
-    attention.rotary = RotaryPositions(6)
-    for norm in (attention.q_norm, attention.k_norm):
-        assert norm.eps == 0.1
-        torch.nn.init.uniform_(norm.weight, 0.5, 2)
-    x = torch.randn(2, 7, 10).double()
-    expected = definition(attention, x)
-    torch.testing.assert_close(attention(x)[0], expected)
-    for state in (None, attention.initial_state(2, max_len=7)):
-        torch.testing.assert_close(stream(attention, x, [4, 3], state)[0], expected)
-    with torch.autocast("cpu", torch.bfloat16):
-        y, state = attention.float()(x.float())
-        attention(x.float(), state)
-    torch.testing.assert_close(y.double(), expected, atol=0.05, rtol=0.05)
+    ]:
+        attention = kind(10, H, n_kv_heads=1, head_dim=6, qk_norm=True, qk_norm_eps=0.1, **options).double()
+        plain = SoftmaxAttention(10, H, n_kv_heads=1, head_dim=6, qk_norm=True).state_dict()
+        assert all(attention.state_dict()[name].shape == t.shape for name, t in plain.items())
+        attention.rotary = RotaryPositions(6)
+        for norm in (attention.q_norm, attention.k_norm):
+            assert norm.eps == 0.1
+            torch.nn.init.uniform_(norm.weight, 0.5, 2)
+        x = torch.randn(2, 7, 10).double()
+        expected = definition(attention, x)
+        torch.testing.assert_close(attention(x)[0], expected)
+        for state in (None, attention.initial_state(2, max_len=7)):
+            torch.testing.assert_close(stream(attention, x, [4, 3], state)[0], expected)
+        with torch.autocast("cpu", torch.bfloat16):
+            y, state = attention.float()(x.float())
+            attention(x.float(), state)
+        torch.testing.assert_close(y.double(), expected, atol=0.05, rtol=0.05)
 
 
 def test_a_donated_cache_is_written_in_place():

@@ -1,3 +1,4 @@
+import itertools
 import warnings
 from functools import partial
 
@@ -16,13 +17,14 @@ E, H = 12, 3
 FIXED = {"pattern": "fixed", "stride": 6, "summary": 2}
 
 
-@pytest.mark.parametrize("options", [{"stride": 50}, {"pattern": "fixed", "stride": 50}, {"stride": 1}])
-@pytest.mark.parametrize("causal", [True, False])
-def test_a_pattern_that_holds_all_keys_is_softmax(causal: bool, options: dict):
-    full, sparse = SoftmaxAttention(E, H, causal), SparseAttention(E, H, causal, **options)
-    sparse.load_state_dict(full.state_dict())
-    x = torch.randn(2, 20, E)
-    torch.testing.assert_close(sparse(x)[0], full(x)[0])
+def test_a_pattern_that_holds_all_keys_is_softmax():
+    for options, causal in itertools.product(
+        [{"stride": 50}, {"pattern": "fixed", "stride": 50}, {"stride": 1}], [True, False]
+    ):
+        full, sparse = SoftmaxAttention(E, H, causal), SparseAttention(E, H, causal, **options)
+        sparse.load_state_dict(full.state_dict())
+        x = torch.randn(2, 20, E)
+        torch.testing.assert_close(sparse(x)[0], full(x)[0])
 
 
 def test_heads_take_sets_in_turn_and_see_nothing_else():
@@ -53,59 +55,56 @@ def test_heads_have_distinct_summary_columns():
             assert later.all(0).tolist() == later.any(0).tolist() == [j in (4, 5), j in (2, 3), j in (0, 1)]
 
 
-@pytest.mark.parametrize("num_verts", [1, 2, 4])
-def test_groups_of_heads_see_the_layouts_of_the_authors_code(num_verts: int):
+def test_groups_of_heads_see_the_layouts_of_the_authors_code():
     """Blocks of one position: from the last sub-block on, the heads take `num_verts` of them in turn."""
-    heads, n, stride, vertsize = 4, 29, 8, 2
-    options = {"pattern": "fixed", "stride": stride, "summary": vertsize, "num_verts": num_verts}
-    attention = SparseAttention(8, heads, **options).double().eval()
-    rows = [list(range(end - 1, end - 1 - vertsize, -1)) for end in range(stride, 0, -vertsize)]
-    layout = torch.zeros(heads, n, n, dtype=torch.bool)
-    for h in range(heads):
-        for j in rows[h % num_verts]:
-            layout[h, :, j::stride] = True
-        for i in range(n):
-            block = i // stride * stride
-            layout[h, i, block : block + stride] = True
-            layout[h, i, i + 1 :] = False
-    x = torch.randn(2, n, 8, dtype=torch.float64)
-    assert torch.equal(attention.attention_weights(x)[0] > 0, layout)
-    y = attention(x)[0]
-    torch.testing.assert_close(y, definitions.sparse(attention, x))
-    torch.testing.assert_close(stream(attention, x, [3, 1, 9, 1, 15])[0], y)
-    half = SparseAttention(8, heads, **options, combine="heads").double()
-    torch.testing.assert_close(half(x)[0], definitions.sparse(half, x))
+    for num_verts in [1, 2, 4]:
+        heads, n, stride, vertsize = 4, 29, 8, 2
+        options = {"pattern": "fixed", "stride": stride, "summary": vertsize, "num_verts": num_verts}
+        attention = SparseAttention(8, heads, **options).double().eval()
+        rows = [list(range(end - 1, end - 1 - vertsize, -1)) for end in range(stride, 0, -vertsize)]
+        layout = torch.zeros(heads, n, n, dtype=torch.bool)
+        for h in range(heads):
+            for j in rows[h % num_verts]:
+                layout[h, :, j::stride] = True
+            for i in range(n):
+                block = i // stride * stride
+                layout[h, i, block : block + stride] = True
+                layout[h, i, i + 1 :] = False
+        x = torch.randn(2, n, 8, dtype=torch.float64)
+        assert torch.equal(attention.attention_weights(x)[0] > 0, layout)
+        y = attention(x)[0]
+        torch.testing.assert_close(y, definitions.sparse(attention, x))
+        torch.testing.assert_close(stream(attention, x, [3, 1, 9, 1, 15])[0], y)
+        half = SparseAttention(8, heads, **options, combine="heads").double()
+        torch.testing.assert_close(half(x)[0], definitions.sparse(half, x))
 
 
-@pytest.mark.parametrize(
-    ("options", "causal", "rotary"),
-    [
+def test_queries_and_keys_of_half_the_width():
+    for options, causal, rotary in [
         ({"stride": 4}, True, True),
         ({"stride": 4, "combine": "local"}, True, False),
         (FIXED, True, False),
         (FIXED, False, True),
-    ],
-)
-def test_queries_and_keys_of_half_the_width(causal: bool, options: dict, rotary: bool):
-    model = Transformer(
-        E,
-        H,
-        1,
-        attention=partial(SparseAttention, **options, d_qk=6),
-        causal=causal,
-        positions=RotaryPositions if rotary else None,
-        init="pytorch",
-    )
-    attention = model.blocks[0].attention.double()
-    assert attention.q_proj.weight.shape == attention.k_proj.weight.shape == (6, E)
-    x = torch.randn(2, 17, E, dtype=torch.float64)
-    with torch.no_grad():
-        expected = definitions.sparse(attention, x)
-        torch.testing.assert_close(attention(x)[0], expected)
-        if causal:
-            for max_len in (None, 17):
-                y, _ = stream(attention, x, [5, 1, 1, 10], attention.initial_state(2, max_len=max_len))
-                torch.testing.assert_close(y, expected)
+    ]:
+        model = Transformer(
+            E,
+            H,
+            1,
+            attention=partial(SparseAttention, **options, d_qk=6),
+            causal=causal,
+            positions=RotaryPositions if rotary else None,
+            init="pytorch",
+        )
+        attention = model.blocks[0].attention.double()
+        assert attention.q_proj.weight.shape == attention.k_proj.weight.shape == (6, E)
+        x = torch.randn(2, 17, E, dtype=torch.float64)
+        with torch.no_grad():
+            expected = definitions.sparse(attention, x)
+            torch.testing.assert_close(attention(x)[0], expected)
+            if causal:
+                for max_len in (None, 17):
+                    y, _ = stream(attention, x, [5, 1, 1, 10], attention.initial_state(2, max_len=max_len))
+                    torch.testing.assert_close(y, expected)
 
 
 def bytes_of(attention, n: int, **initial) -> int:
@@ -136,28 +135,28 @@ def test_a_fixed_state_grows_by_blocks_also_in_steps():
     assert slots == [2] * 6 + [4] * 6 + [6] * 2
 
 
-@pytest.mark.parametrize("options", [{"stride": 4}, FIXED, {**FIXED, "combine": "heads"}])
-def test_a_donated_state_is_written_in_place(options: dict):
-    attention = SparseAttention(E, H, **options).double()
-    x = torch.randn(2, 20, E, dtype=torch.float64)
-    with torch.no_grad(), sequence.donated():
-        state = attention.initial_state(2, max_len=20)
-        where = [t.data_ptr() for t in state[:-1]]
-        for i in range(20):
-            y, state = attention(x[:, i : i + 1], state)
-            torch.testing.assert_close(y, attention(x[:, : i + 1])[0][:, i:])
-    assert [t.data_ptr() for t in state[:-1]] == where
+def test_a_donated_state_is_written_in_place():
+    for options in [{"stride": 4}, FIXED, {**FIXED, "combine": "heads"}]:
+        attention = SparseAttention(E, H, **options).double()
+        x = torch.randn(2, 20, E, dtype=torch.float64)
+        with torch.no_grad(), sequence.donated():
+            state = attention.initial_state(2, max_len=20)
+            where = [t.data_ptr() for t in state[:-1]]
+            for i in range(20):
+                y, state = attention(x[:, i : i + 1], state)
+                torch.testing.assert_close(y, attention(x[:, : i + 1])[0][:, i:])
+        assert [t.data_ptr() for t in state[:-1]] == where
 
 
-@pytest.mark.parametrize("options", [{"stride": 32}, {"pattern": "fixed", "stride": 32}])
-def test_a_step_costs_what_it_sees(options: dict):
-    n = 1024
-    attention = SparseAttention(E, H, **options)
-    with torch.no_grad(), sequence.donated():
-        _, state = attention(torch.randn(1, n - 1, E), attention.initial_state(1, max_len=n))
-        with Largest() as largest:
-            attention(torch.randn(1, 1, E), state)
-    assert largest.elements <= (32 + 32 + 1) * E
+def test_a_step_costs_what_it_sees():
+    for options in [{"stride": 32}, {"pattern": "fixed", "stride": 32}]:
+        n = 1024
+        attention = SparseAttention(E, H, **options)
+        with torch.no_grad(), sequence.donated():
+            _, state = attention(torch.randn(1, n - 1, E), attention.initial_state(1, max_len=n))
+            with Largest() as largest:
+                attention(torch.randn(1, 1, E), state)
+        assert largest.elements <= (32 + 32 + 1) * E
 
 
 @pytest.mark.parametrize("causal", [True, pytest.param(False, marks=pytest.mark.exhaustive)])

@@ -40,16 +40,16 @@ def by_hand(attention, keys, x):
     return torch.stack(out) @ attention.out_proj.weight.T
 
 
-@pytest.mark.parametrize(("mem_len", "clamp_len"), [(0, None), (4, 3), (100, None)])
-def test_a_segment_sees_itself_and_mem_len_more(mem_len: int, clamp_len: int | None):
-    attention = make(mem_len=mem_len, clamp_len=clamp_len, chunk_size=3)
-    x = 2 * torch.randn(1, 14, E, dtype=torch.float64)
-    state, done = None, 0
-    for n in (4, 1, 7, 2):
-        y, state = attention(x[:, done : done + n], state)
-        expected = by_hand(attention, x[0, max(0, done - mem_len) : done + n], x[0, done : done + n])
-        torch.testing.assert_close(y[0], expected)
-        done += n
+def test_a_segment_sees_itself_and_mem_len_more():
+    for mem_len, clamp_len in [(0, None), (4, 3), (100, None)]:
+        attention = make(mem_len=mem_len, clamp_len=clamp_len, chunk_size=3)
+        x = 2 * torch.randn(1, 14, E, dtype=torch.float64)
+        state, done = None, 0
+        for n in (4, 1, 7, 2):
+            y, state = attention(x[:, done : done + n], state)
+            expected = by_hand(attention, x[0, max(0, done - mem_len) : done + n], x[0, done : done + n])
+            torch.testing.assert_close(y[0], expected)
+            done += n
 
 
 def test_gradients_of_a_segment_and_of_its_memory():
@@ -65,15 +65,15 @@ def test_gradients_of_a_segment_and_of_its_memory():
     torch.testing.assert_close(found, expected)
 
 
-@pytest.mark.parametrize("start", ["none", "max_len"])
-def test_generating_sees_mem_len_positions_and_its_own(start: str):
-    attention = make(mem_len=4)
-    x = torch.randn(1, 15, E, dtype=torch.float64)
-    state = None if start == "none" else attention.initial_state(1, max_len=15)
-    with torch.no_grad(), sequence.donated():
-        for i in range(15):
-            y, state = attention(x[:, i : i + 1], state)
-            torch.testing.assert_close(y[0], by_hand(attention, x[0, max(0, i - 4) : i + 1], x[0, i : i + 1]))
+def test_generating_sees_mem_len_positions_and_its_own():
+    for start in ["none", "max_len"]:
+        attention = make(mem_len=4)
+        x = torch.randn(1, 15, E, dtype=torch.float64)
+        state = None if start == "none" else attention.initial_state(1, max_len=15)
+        with torch.no_grad(), sequence.donated():
+            for i in range(15):
+                y, state = attention(x[:, i : i + 1], state)
+                torch.testing.assert_close(y[0], by_hand(attention, x[0, max(0, i - 4) : i + 1], x[0, i : i + 1]))
 
 
 def test_many_rows_and_few_take_different_ways_to_the_same_scores():
@@ -98,14 +98,14 @@ def test_evaluation_with_another_memory_is_that_memory_from_the_start():
     assert changed.state_dict().keys() == fresh.state_dict().keys()
 
 
-@pytest.mark.parametrize("max_len", [None, 20])
-def test_a_state_of_another_memory_is_refused(max_len: int | None):
-    attention = make(mem_len=8)
-    x = torch.zeros(1, 2, E, dtype=torch.float64)
-    state = attention.initial_state(1, max_len=max_len)
-    attention.set_memory(4)
-    with pytest.raises(ValueError, match=r"mem_len=4.*start with state=None"):
-        attention(x, state)
+def test_a_state_of_another_memory_is_refused():
+    for max_len in [None, 20]:
+        attention = make(mem_len=8)
+        x = torch.zeros(1, 2, E, dtype=torch.float64)
+        state = attention.initial_state(1, max_len=max_len)
+        attention.set_memory(4)
+        with pytest.raises(ValueError, match=r"mem_len=4.*start with state=None"):
+            attention(x, state)
 
 
 def test_what_states_hold():
@@ -175,10 +175,10 @@ def test_other_kinds_and_layers_that_do_not_share_keep_their_own():
     assert own.u is not first.u
 
 
-@pytest.mark.parametrize("kind", [CompressiveAttention, InfiniteAttention])
-def test_kinds_made_of_it_share_too(kind: type):
-    model = Transformer(E, H, 2, attention=partial(kind, mem_len=4, share_uv=True))
-    assert model.blocks[0].attention.v is model.blocks[1].attention.v
+def test_kinds_made_of_it_share_too():
+    for kind in [CompressiveAttention, InfiniteAttention]:
+        model = Transformer(E, H, 2, attention=partial(kind, mem_len=4, share_uv=True))
+        assert model.blocks[0].attention.v is model.blocks[1].attention.v
 
 
 def test_rotary_positions_are_refused():

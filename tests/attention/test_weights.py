@@ -1,6 +1,7 @@
 """`attention_weights` of every kind: the sum of the values that they weigh is what the kind returns."""
 
 import copy
+import itertools
 from functools import partial
 
 import pytest
@@ -69,8 +70,19 @@ def mixed(attention: Attention, weights: Tensor, x: Tensor) -> Tensor:
     return definitions.heads_together(attention, y)
 
 
-@each(CASES)
-def test_weighted_values_are_the_output(case: Case):
+KINDS = {type(case.build()).__name__: [] for case in CASES}
+for _case in CASES:
+    KINDS[type(_case.build()).__name__].append(_case)
+each_kind = pytest.mark.parametrize("cases", KINDS.values(), ids=KINDS)
+
+
+@each_kind
+def test_weighted_values_are_the_output(cases: list[Case]):
+    for case in cases:
+        assert_weighted(case)
+
+
+def assert_weighted(case: Case) -> None:
     attention, n = build(case), case.long
     x, lengths = inputs(attention, 3, n), torch.tensor([n, n // 2, 0])
     weights = attention.attention_weights(x, None, lengths)
@@ -89,10 +101,14 @@ def test_weighted_values_are_the_output(case: Case):
     assert_close(attention.attention_weights(x)[:1], weights[:1])
 
 
-@pytest.mark.parametrize("early", [False, True], ids=["late", "early"])
-@pytest.mark.parametrize("fixed", [False, True], ids=["grows", "max_len"])
-@each([case for case in CASES if case.causal])
-def test_a_state_changes_no_weight(case: Case, fixed: bool, early: bool):
+@each_kind
+def test_a_state_changes_no_weight(cases: list[Case]):
+    for case, fixed, early in itertools.product(cases, (False, True), (False, True)):
+        if case.causal:
+            assert_unchanged_by_a_state(case, fixed, early)
+
+
+def assert_unchanged_by_a_state(case: Case, fixed: bool, early: bool) -> None:
     """Row by row the weights are those of the whole stream, in columns that lie where they are documented.
 
     Early in the stream memories of fixed size are not full.
@@ -161,9 +177,8 @@ def test_a_memory_of_few_inputs(fixed: bool):
     assert_close(y, attention(segment, state)[0])
 
 
-@pytest.mark.parametrize(
-    ("make", "most"),
-    [
+def test_a_bounded_memory_has_few_columns():
+    for make, most in [
         (partial(SoftmaxAttention, window=5), 4),
         (partial(SparseAttention, combine="local", stride=5), 4),
         (partial(SparseAttention, combine="local", pattern="fixed", stride=5), 4),
@@ -172,24 +187,22 @@ def test_a_memory_of_few_inputs(fixed: bool):
         (partial(InfiniteAttention, mem_len=3, segment_len=2, n_basis=0), 5),
         (LinearAttention, 1),
         (partial(WindowedLinearAttention, window=5), 1 + 4),
-    ],
-)
-@pytest.mark.parametrize("max_len", [None, 600])
-def test_a_bounded_memory_has_few_columns(make, most: int, max_len: int | None):
-    attention = make(E, H)
-    _, state = attention(torch.randn(1, 500, E), attention.initial_state(1, max_len=max_len))
-    assert attention.attention_weights(torch.randn(1, 2, E), state).shape == (1, H, 2, most + 2)
+    ]:
+        for max_len in [None, 600]:
+            attention = make(E, H)
+            _, state = attention(torch.randn(1, 500, E), attention.initial_state(1, max_len=max_len))
+            assert attention.attention_weights(torch.randn(1, 2, E), state).shape == (1, H, 2, most + 2)
 
 
-@pytest.mark.parametrize("features", ["positive", "relu"])
-def test_redrawn_features_forget(features: str):
-    attention = PerformerAttention(E, H, features=features).double()
-    x = inputs(attention, 2, 9)
-    _, state = attention(x[:, :5])
-    attention.redraw(torch.Generator().manual_seed(1))
-    weights = attention.attention_weights(x[:, 5:], state)
-    assert (weights[..., 0] == 0).all()
-    assert_close(weights[..., 1:], attention.attention_weights(x[:, 5:]))
+def test_redrawn_features_forget():
+    for features in ["positive", "relu"]:
+        attention = PerformerAttention(E, H, features=features).double()
+        x = inputs(attention, 2, 9)
+        _, state = attention(x[:, :5])
+        attention.redraw(torch.Generator().manual_seed(1))
+        weights = attention.attention_weights(x[:, 5:], state)
+        assert (weights[..., 0] == 0).all()
+        assert_close(weights[..., 1:], attention.attention_weights(x[:, 5:]))
 
 
 def test_redrawn_rotations_forget():
@@ -236,36 +249,34 @@ def test_weights_have_float32_or_more(case: Case):
     assert_close(weights.sum(-1), torch.ones(2, H, 7), rtol=0, atol=1e-5)
 
 
-@pytest.mark.parametrize(
-    "make",
-    [
+def test_weights_without_dropout():
+    for make in [
         partial(SoftmaxAttention, dropout=0.5),
         partial(ShawAttention, dropout=0.5),
         partial(SparseAttention, dropout=0.5),
         partial(TransformerXLAttention, dropout=0.5, position_dropout=0.5),
-    ],
-)
-def test_weights_without_dropout(make):
-    attention, x = make(E, H).train(), torch.randn(2, 7, E)
-    random = torch.get_rng_state()
-    weights = attention.attention_weights(x)
-    assert torch.equal(torch.get_rng_state(), random)
-    assert torch.equal(attention.eval().attention_weights(x), weights)
+    ]:
+        attention, x = make(E, H).train(), torch.randn(2, 7, E)
+        random = torch.get_rng_state()
+        weights = attention.attention_weights(x)
+        assert torch.equal(torch.get_rng_state(), random)
+        assert torch.equal(attention.eval().attention_weights(x), weights)
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
-@each(CASES)
-def test_weights_on_the_gpu(case: Case):
-    attention = case.build()
-    x, lengths, states = inputs(attention, 2, 2 * case.long), torch.tensor([case.long, 3]), [None, None]
-    if case.causal:
-        _, states[0] = attention(x[:, : case.long], None, lengths)
-    here = attention.attention_weights(x[:, case.long :], states[0], lengths)
-    attention, x, lengths = attention.cuda(), x.cuda(), lengths.cuda()
-    if case.causal:
-        _, states[1] = attention(x[:, : case.long], None, lengths)
-    assert_close(attention.attention_weights(x[:, case.long :], states[1], lengths).cpu(), here, rtol=1e-6, atol=1e-8)
+def test_weights_on_the_gpu():
+    for case in CASES:
+        attention = case.build()
+        x, lengths, states = inputs(attention, 2, 2 * case.long), torch.tensor([case.long, 3]), [None, None]
+        if case.causal:
+            _, states[0] = attention(x[:, : case.long], None, lengths)
+        expected = attention.attention_weights(x[:, case.long :], states[0], lengths)
+        attention, x, lengths = attention.cuda(), x.cuda(), lengths.cuda()
+        if case.causal:
+            _, states[1] = attention(x[:, : case.long], None, lengths)
+        found = attention.attention_weights(x[:, case.long :], states[1], lengths)
+        assert_close(found.cpu(), expected, rtol=1e-6, atol=1e-8)
 
 
 def test_a_kind_without_weights_is_named():
@@ -289,68 +300,65 @@ def test_arguments_are_checked():
 # --------------------------------------------------------------------------------------------------- Transformer-XL's
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
+def test_terms_of_transformer_xl():
+    """The four terms of Dai et al. 2019, section 3.3, of each pair of positions."""
+    for options in [
         {"mem_len": 50},
         {"mem_len": 50, "clamp_len": 4, "bias": True},
         {"mem_len": 5, "same_length": True},
         {"causal": False, "clamp_len": 4},
-    ],
-)
-def test_terms_of_transformer_xl(options: dict):
-    """The four terms of Dai et al. 2019, section 3.3, of each pair of positions."""
-    attention = TransformerXLAttention(E, H, **options).double()
-    torch.nn.init.normal_(attention.u)
-    torch.nn.init.normal_(attention.v)
-    x, n = inputs(attention, 2, 16), 16
-    q, k, _ = definitions.queries_keys_values(attention, x)
-    r = definitions.relative_vectors(attention, n)
-    scale = (E / H) ** -0.5
-    expected = [
-        torch.einsum("bhid,bhjd->bhij", q, k) * scale,
-        torch.einsum("bhid,ijhd->bhij", q, r) * scale,
-        torch.einsum("hd,bhjd->bhj", attention.u, k)[:, :, None].expand(2, H, n, n) * scale,
-        torch.einsum("hd,ijhd->hij", attention.v, r).expand(2, H, n, n) * scale,
-    ]
-    reach = attention.mem_len if attention.same_length else n
-    hidden = torch.tensor([[attention.causal and not i - reach < j <= i for j in range(n)] for i in range(n)])
-    expected = [term.masked_fill(hidden, -torch.inf) for term in expected]
-    terms = attention.attention_terms(x)
-    assert terms._fields == ("content", "position", "content_bias", "position_bias")
-    for term, e in zip(terms, expected, strict=True):
-        assert_close(term, e)
-    assert_close(sum(terms).softmax(-1), attention.attention_weights(x))
-    if not attention.causal:
-        return
-    for max_len in (None, n):
-        _, state = attention(x[:, :10], attention.initial_state(2, max_len=max_len))
-        terms = attention.attention_terms(x[:, 10:], state, torch.tensor([6, 3]))
+    ]:
+        attention = TransformerXLAttention(E, H, **options).double()
+        torch.nn.init.normal_(attention.u)
+        torch.nn.init.normal_(attention.v)
+        x, n = inputs(attention, 2, 16), 16
+        q, k, _ = definitions.queries_keys_values(attention, x)
+        r = definitions.relative_vectors(attention, n)
+        scale = (E / H) ** -0.5
+        expected = [
+            torch.einsum("bhid,bhjd->bhij", q, k) * scale,
+            torch.einsum("bhid,ijhd->bhij", q, r) * scale,
+            torch.einsum("hd,bhjd->bhj", attention.u, k)[:, :, None].expand(2, H, n, n) * scale,
+            torch.einsum("hd,ijhd->hij", attention.v, r).expand(2, H, n, n) * scale,
+        ]
+        reach = attention.mem_len if attention.same_length else n
+        hidden = torch.tensor([[attention.causal and not i - reach < j <= i for j in range(n)] for i in range(n)])
+        expected = [term.masked_fill(hidden, -torch.inf) for term in expected]
+        terms = attention.attention_terms(x)
+        assert terms._fields == ("content", "position", "content_bias", "position_bias")
         for term, e in zip(terms, expected, strict=True):
-            assert_close(term[0], e[0, :, 10:, -term.size(-1) :])
-            assert_close(term[1, :, :3], e[1, :, 10:13, -term.size(-1) :])
-            assert (term[1, :, 3:] == -torch.inf).all()
+            assert_close(term, e)
+        assert_close(sum(terms).softmax(-1), attention.attention_weights(x))
+        if not attention.causal:
+            return
+        for max_len in (None, n):
+            _, state = attention(x[:, :10], attention.initial_state(2, max_len=max_len))
+            terms = attention.attention_terms(x[:, 10:], state, torch.tensor([6, 3]))
+            for term, e in zip(terms, expected, strict=True):
+                assert_close(term[0], e[0, :, 10:, -term.size(-1) :])
+                assert_close(term[1, :, :3], e[1, :, 10:13, -term.size(-1) :])
+                assert (term[1, :, 3:] == -torch.inf).all()
 
 
-@pytest.mark.parametrize("max_len", [None, 12])
 @pytest.mark.parametrize("cls", [TransformerXLAttention, CompressiveAttention, InfiniteAttention])
-def test_weights_of_normalised_inputs(cls: type[TransformerXLAttention], max_len: int | None):
+def test_weights_of_normalised_inputs(cls: type[TransformerXLAttention]):
     """An attention that normalises its inputs weighs like one that is given them normalised."""
-    signal = {"mem_len": 2, "segment_len": 3, "n_basis": 10, "n_samples": 6, "widths": (0.1,)}
-    options = signal if cls is InfiniteAttention else {"mem_len": 20}
-    torch.manual_seed(0)
-    plain, norm = cls(E, H, **options).double(), torch.nn.LayerNorm(E).double()
-    torch.nn.init.normal_(norm.weight)
-    attention = copy.deepcopy(plain)
-    attention.normalise_with(norm)
-    x = inputs(plain, 2, 12)
-    normed, times = norm(x), torch.linspace(0, 1, 9)
-    _, state = attention(x[:, :8], attention.initial_state(2, max_len=max_len))
-    _, same = plain(normed[:, :8], plain.initial_state(2, max_len=max_len))
-    assert_close(attention.attention_weights(x[:, 8:], state), plain.attention_weights(normed[:, 8:], same))
-    if cls is InfiniteAttention:
-        found = attention.attention_densities(x[:, 8:], state, times=times)
-        assert_close(found, plain.attention_densities(normed[:, 8:], same, times=times))
+    for max_len in [None, 12]:
+        signal = {"mem_len": 2, "segment_len": 3, "n_basis": 10, "n_samples": 6, "widths": (0.1,)}
+        options = signal if cls is InfiniteAttention else {"mem_len": 20}
+        torch.manual_seed(0)
+        plain, norm = cls(E, H, **options).double(), torch.nn.LayerNorm(E).double()
+        torch.nn.init.normal_(norm.weight)
+        attention = copy.deepcopy(plain)
+        attention.normalise_with(norm)
+        x = inputs(plain, 2, 12)
+        normed, times = norm(x), torch.linspace(0, 1, 9)
+        _, state = attention(x[:, :8], attention.initial_state(2, max_len=max_len))
+        _, same = plain(normed[:, :8], plain.initial_state(2, max_len=max_len))
+        assert_close(attention.attention_weights(x[:, 8:], state), plain.attention_weights(normed[:, 8:], same))
+        if cls is InfiniteAttention:
+            found = attention.attention_densities(x[:, 8:], state, times=times)
+            assert_close(found, plain.attention_densities(normed[:, 8:], same, times=times))
 
 
 # -------------------------------------------------------------------------------------------------------- the signal's
@@ -358,34 +366,36 @@ def test_weights_of_normalised_inputs(cls: type[TransformerXLAttention], max_len
 SIGNAL = {"mem_len": 3, "segment_len": 3, "n_basis": 10, "widths": (0.1, 0.2), "n_samples": 6, "n_bins": 8}
 
 
-@pytest.mark.parametrize("options", [{"sticky": True, "gate": True}, {"writes": "segment"}, {"norm_signal": False}])
-def test_densities_read_the_signal(options: dict):
+def test_densities_read_the_signal():
     """What is read at a position is ∫ p(t) W_v' X̄(t) dt, X̄ being the signal that the position sees."""
-    torch.manual_seed(0)
-    attention = InfiniteAttention(E, H, **SIGNAL | options).double()
-    near = InfiniteAttention(E, H, **SIGNAL | options).double()
-    near.load_state_dict(attention.state_dict())
-    for module in (attention, near):
-        module.normalise_with(torch.nn.LayerNorm(E).double())
-    torch.nn.init.zeros_(near.ltm_out_proj.weight)
-    x, before, lengths = inputs(attention, 3, 24), torch.tensor([10, 4, 0]), torch.tensor([9, 5, 14])
-    times = torch.linspace(-1.5, 2.5, 2001, dtype=torch.float64)
-    _, state = attention(x[:, :10], None, before)
-    saved = copied(state)
-    densities = attention.attention_densities(x[:, 10:], state, lengths, times=times)
-    assert densities.shape == (3, H, 14, 2001)
-    assert_same(state, saved)
-    y = attention(x[:, 10:], state, lengths)[0] - near(x[:, 10:], state, lengths)[0]
-    for i in range(14):
-        now = (i < lengths).long()
-        assert (densities[now == 0, :, i] == 0).all()
-        _, state = attention(x[:, 10 + i : 11 + i], state, now)
-        value = attention.signal(state, times) @ attention.ltm_v_proj.weight.T  # (B, T, E)
-        read = torch.einsum("bht,bthd->bhd", densities[:, :, i], value.unflatten(2, (H, -1))) * (times[1] - times[0])
-        assert_close(read.flatten(1) @ attention.ltm_out_proj.weight.T, y[:, i], rtol=0, atol=1e-7)
-    written = attention._delay + attention.segment_len  # the first position that attends to a signal
-    assert (densities[2, :, :written] == 0).all()
-    assert (densities[2, :, written].sum(-1) > 0).all()
+    for options in [{"sticky": True, "gate": True}, {"writes": "segment"}, {"norm_signal": False}]:
+        torch.manual_seed(0)
+        attention = InfiniteAttention(E, H, **SIGNAL | options).double()
+        near = InfiniteAttention(E, H, **SIGNAL | options).double()
+        near.load_state_dict(attention.state_dict())
+        for module in (attention, near):
+            module.normalise_with(torch.nn.LayerNorm(E).double())
+        torch.nn.init.zeros_(near.ltm_out_proj.weight)
+        x, before, lengths = inputs(attention, 3, 24), torch.tensor([10, 4, 0]), torch.tensor([9, 5, 14])
+        times = torch.linspace(-1.5, 2.5, 2001, dtype=torch.float64)
+        _, state = attention(x[:, :10], None, before)
+        saved = copied(state)
+        densities = attention.attention_densities(x[:, 10:], state, lengths, times=times)
+        assert densities.shape == (3, H, 14, 2001)
+        assert_same(state, saved)
+        y = attention(x[:, 10:], state, lengths)[0] - near(x[:, 10:], state, lengths)[0]
+        for i in range(14):
+            now = (i < lengths).long()
+            assert (densities[now == 0, :, i] == 0).all()
+            _, state = attention(x[:, 10 + i : 11 + i], state, now)
+            value = attention.signal(state, times) @ attention.ltm_v_proj.weight.T  # (B, T, E)
+            read = torch.einsum("bht,bthd->bhd", densities[:, :, i], value.unflatten(2, (H, -1))) * (
+                times[1] - times[0]
+            )
+            assert_close(read.flatten(1) @ attention.ltm_out_proj.weight.T, y[:, i], rtol=0, atol=1e-7)
+        written = attention._delay + attention.segment_len  # the first position that attends to a signal
+        assert (densities[2, :, :written] == 0).all()
+        assert (densities[2, :, written].sum(-1) > 0).all()
 
 
 def test_no_signal_has_no_densities():
@@ -397,43 +407,42 @@ def test_no_signal_has_no_densities():
 # ------------------------------------------------------------------------------------------------- sparse kinds' sets
 
 
-@pytest.mark.parametrize("causal", [True, False])
-@pytest.mark.parametrize(
-    "options", [{"stride": 4}, {"stride": 4, "pattern": "fixed", "summary": 2, "combine": "heads"}]
-)
-def test_the_given_pattern(options: dict, causal: bool):
+def test_the_given_pattern():
     """The sets A_i of Child et al. 2019, section 4.2, and 4.3 for the fixed pattern."""
-    attention, n, stride = SparseAttention(E, H, causal, **options).double(), 11, options["stride"]
-    x, lengths = inputs(attention, 2, n), torch.tensor([n, 7])
-    expected = torch.zeros(2, H, n, n, dtype=torch.bool)
-    for b, h, i, j in torch.cartesian_prod(*map(torch.arange, (2, H, n, n))).tolist():
-        if "pattern" in options:
-            sets = j // stride == i // stride, j % stride >= stride - 2 or i == j
-            there = sets[h]  # the first head's is the local set
-        else:
-            there = abs(i - j) < stride or (i - j) % stride == 0
-        expected[b, h, i, j] = there and max(i, j) < lengths[b] and (j <= i or not causal)
-    assert torch.equal(attention.attention_pattern(x, None, lengths), expected)
-    assert torch.equal(attention.attention_weights(x, None, lengths) > 0, expected)
-    if causal:
-        _, state = attention(x[:, :6])
-        assert torch.equal(attention.attention_pattern(x[:, 6:], state)[0], expected[0, :, 6:])
+    for causal, options in itertools.product(
+        [True, False], [{"stride": 4}, {"stride": 4, "pattern": "fixed", "summary": 2, "combine": "heads"}]
+    ):
+        attention, n, stride = SparseAttention(E, H, causal, **options).double(), 11, options["stride"]
+        x, lengths = inputs(attention, 2, n), torch.tensor([n, 7])
+        expected = torch.zeros(2, H, n, n, dtype=torch.bool)
+        for b, h, i, j in torch.cartesian_prod(*map(torch.arange, (2, H, n, n))).tolist():
+            if "pattern" in options:
+                sets = j // stride == i // stride, j % stride >= stride - 2 or i == j
+                there = sets[h]  # the first head's is the local set
+            else:
+                there = abs(i - j) < stride or (i - j) % stride == 0
+            expected[b, h, i, j] = there and max(i, j) < lengths[b] and (j <= i or not causal)
+        assert torch.equal(attention.attention_pattern(x, None, lengths), expected)
+        assert torch.equal(attention.attention_weights(x, None, lengths) > 0, expected)
+        if causal:
+            _, state = attention(x[:, :6])
+            assert torch.equal(attention.attention_pattern(x[:, 6:], state)[0], expected[0, :, 6:])
 
 
-@pytest.mark.parametrize("causal", [True, False])
-def test_buckets_of_lsh(causal: bool):
+def test_buckets_of_lsh():
     """h(x) = argmax [xR; −xR] (Kitaev et al. 2020, section 2), and no key of other buckets has weight."""
-    attention = LSHAttention(E, H, causal, n_hashes=2, n_buckets=6, chunk_size=20).double()
-    x, lengths = inputs(attention, 2, 12), torch.tensor([12, 8])
-    found = attention.attention_buckets(x, None, lengths)
-    q = attention.q_proj(x).detach().unflatten(2, (H, -1))  # (B, N, H, D)
-    for b, h, r, i in torch.cartesian_prod(*map(torch.arange, (2, H, 2, 12))).tolist():
-        turned = [float(q[b, i, h] @ attention.rotations[r, h, :, axis]) for axis in range(3)]
-        sides = turned + [-value for value in turned]
-        assert found[b, h, r, i] == (sides.index(max(sides)) if i < lengths[b] else 6)
-    shared = (found[..., None, :] == found[..., :, None]).any(2)  # (B, H, N, N)
-    weights = attention.attention_weights(x, None, lengths)
-    assert (weights[~shared & ~torch.eye(12, dtype=torch.bool)] == 0).all()
-    if causal:
-        _, state = attention(x[:, :5])
-        assert torch.equal(attention.attention_buckets(x[:, 5:], state)[0], found[0, ..., 5:])
+    for causal in [True, False]:
+        attention = LSHAttention(E, H, causal, n_hashes=2, n_buckets=6, chunk_size=20).double()
+        x, lengths = inputs(attention, 2, 12), torch.tensor([12, 8])
+        found = attention.attention_buckets(x, None, lengths)
+        q = attention.q_proj(x).detach().unflatten(2, (H, -1))  # (B, N, H, D)
+        for b, h, r, i in torch.cartesian_prod(*map(torch.arange, (2, H, 2, 12))).tolist():
+            turned = [float(q[b, i, h] @ attention.rotations[r, h, :, axis]) for axis in range(3)]
+            sides = turned + [-value for value in turned]
+            assert found[b, h, r, i] == (sides.index(max(sides)) if i < lengths[b] else 6)
+        shared = (found[..., None, :] == found[..., :, None]).any(2)  # (B, H, N, N)
+        weights = attention.attention_weights(x, None, lengths)
+        assert (weights[~shared & ~torch.eye(12, dtype=torch.bool)] == 0).all()
+        if causal:
+            _, state = attention(x[:, :5])
+            assert torch.equal(attention.attention_buckets(x[:, 5:], state)[0], found[0, ..., 5:])

@@ -146,33 +146,35 @@ def test_every_token_has_its_vector(cutoffs: list[int], div_value: float):
     )
 
 
-@pytest.mark.parametrize("div_value", [1.0, 2.0])
-def test_a_projection_of_the_first_band(div_value: float):
+def test_a_projection_of_the_first_band():
     """Two of them: the embedding's, and the head's own, through which it reads frequent tokens and bands."""
-    options = {"cutoffs": CUTOFFS, "div_value": div_value, "project_first": True}
-    embedding, head = AdaptiveEmbedding(V, D, **options), AdaptiveHead(D, V, **options)
-    head.tie(embedding)
-    model = shaken(nn.ModuleList([embedding, head]).double())
-    bands, tokens = embedding.bands, torch.arange(V)
-    h = torch.randn(D, dtype=torch.float64)
-    vectors = [vector_of(bands, w) for w in range(V)]
-    expected = torch.stack([embedding.first_proj.weight @ v if w < 4 else v for w, v in enumerate(vectors)])
-    seen = head.first_proj.weight @ h  # P_0ᵀ h
-    frequent = torch.stack([v @ seen + b for v, b in zip(vectors, head.biases[0], strict=False)])
-    first = torch.cat([frequent, head.band_proj.weight @ seen + head.band_proj.bias]).log_softmax(-1)
-    rare = [
-        torch.stack([vectors[w] @ h for w in range(start, end)]).add(bias).log_softmax(-1) + of_band
-        for start, end, bias, of_band in zip(CUTOFFS, [*CUTOFFS[1:], V], head.biases[1:], first[4:], strict=True)
-    ]
-    log_probs = torch.cat([first[:4], *rare])
-    torch.testing.assert_close(embedding(tokens), expected)
-    torch.testing.assert_close(head.log_probs(h), log_probs)
-    torch.testing.assert_close(head.nll(h.expand(V, D), tokens), -log_probs)
-    wanted = list(model.parameters())
-    found = torch.autograd.grad(embedding(tokens).sin().sum() + head.nll(h.expand(V, D), tokens).sin().sum(), wanted)
-    torch.testing.assert_close(
-        found, torch.autograd.grad(expected.sin().sum() - log_probs.sin().sum(), wanted), rtol=1e-9, atol=1e-9
-    )
+    for div_value in [1.0, 2.0]:
+        options = {"cutoffs": CUTOFFS, "div_value": div_value, "project_first": True}
+        embedding, head = AdaptiveEmbedding(V, D, **options), AdaptiveHead(D, V, **options)
+        head.tie(embedding)
+        model = shaken(nn.ModuleList([embedding, head]).double())
+        bands, tokens = embedding.bands, torch.arange(V)
+        h = torch.randn(D, dtype=torch.float64)
+        vectors = [vector_of(bands, w) for w in range(V)]
+        expected = torch.stack([embedding.first_proj.weight @ v if w < 4 else v for w, v in enumerate(vectors)])
+        seen = head.first_proj.weight @ h  # P_0ᵀ h
+        frequent = torch.stack([v @ seen + b for v, b in zip(vectors, head.biases[0], strict=False)])
+        first = torch.cat([frequent, head.band_proj.weight @ seen + head.band_proj.bias]).log_softmax(-1)
+        rare = [
+            torch.stack([vectors[w] @ h for w in range(start, end)]).add(bias).log_softmax(-1) + of_band
+            for start, end, bias, of_band in zip(CUTOFFS, [*CUTOFFS[1:], V], head.biases[1:], first[4:], strict=True)
+        ]
+        log_probs = torch.cat([first[:4], *rare])
+        torch.testing.assert_close(embedding(tokens), expected)
+        torch.testing.assert_close(head.log_probs(h), log_probs)
+        torch.testing.assert_close(head.nll(h.expand(V, D), tokens), -log_probs)
+        wanted = list(model.parameters())
+        found = torch.autograd.grad(
+            embedding(tokens).sin().sum() + head.nll(h.expand(V, D), tokens).sin().sum(), wanted
+        )
+        torch.testing.assert_close(
+            found, torch.autograd.grad(expected.sin().sum() - log_probs.sin().sum(), wanted), rtol=1e-9, atol=1e-9
+        )
 
 
 def test_projections_as_small_as_in_transformer_xls_code():
@@ -206,10 +208,10 @@ def test_bands_without_a_token_have_a_gradient():
     assert not any(p.grad.any() for p in embedding.parameters() if p is not embedding.bands.rows[0])
 
 
-@pytest.mark.parametrize("token", [-1, V])
-def test_a_token_of_another_vocabulary(token: int):
-    with pytest.raises(IndexError):
-        AdaptiveEmbedding(V, D, cutoffs=CUTOFFS, div_value=2.0)(torch.tensor([0, token]))
+def test_a_token_of_another_vocabulary():
+    for token in [-1, V]:
+        with pytest.raises(IndexError):
+            AdaptiveEmbedding(V, D, cutoffs=CUTOFFS, div_value=2.0)(torch.tensor([0, token]))
 
 
 def test_embedding_and_loss_compile():
@@ -289,23 +291,19 @@ def test_what_does_not_fit_is_not_tied(head: Head, embedding: nn.Module, words: 
 # ----------------------------------------------------------------------------------------------------- label smoothing
 
 
-@pytest.mark.parametrize(
-    "kind",
-    [CategoricalHead, MixtureOfLogisticsHead, partial(AdaptiveHead, cutoffs=CUTOFFS, div_value=2.0)],
-    ids=["categorical", "mixture", "adaptive"],
-)
-def test_smoothing_spreads_the_target(kind):
+def test_smoothing_spreads_the_target():
     """The cross-entropy with a distribution: 1 − ε on the target, and ε / n_levels on every level, the target too."""
-    head = kind(D, V).double()
-    h, target = torch.randn(2, 3, D, dtype=torch.float64), torch.randint(V, (2, 3))
-    share = 0.1
-    q = (1 - share) * F.one_hot(target, V).double() + share / V
-    expected = -(q * head.log_probs(h)).sum(-1)
-    torch.testing.assert_close(head.loss(h, target, label_smoothing=share), expected)
-    assert torch.equal(head.loss(h, target), head.nll(h, target))
-    for bad in (-0.1, 1.0):
-        with pytest.raises(ValueError, match=f"label_smoothing={bad}"):
-            head.loss(h, target, bad)
+    for kind in [CategoricalHead, MixtureOfLogisticsHead, partial(AdaptiveHead, cutoffs=CUTOFFS, div_value=2.0)]:
+        head = kind(D, V).double()
+        h, target = torch.randn(2, 3, D, dtype=torch.float64), torch.randint(V, (2, 3))
+        share = 0.1
+        q = (1 - share) * F.one_hot(target, V).double() + share / V
+        expected = -(q * head.log_probs(h)).sum(-1)
+        torch.testing.assert_close(head.loss(h, target, label_smoothing=share), expected)
+        assert torch.equal(head.loss(h, target), head.nll(h, target))
+        for bad in (-0.1, 1.0):
+            with pytest.raises(ValueError, match=f"label_smoothing={bad}"):
+                head.loss(h, target, bad)
 
 
 # --------------------------------------------------------------------------------------------------------------- errors

@@ -1,4 +1,5 @@
 import io
+import itertools
 from functools import partial
 
 import pytest
@@ -72,34 +73,34 @@ def in_our_names(theirs: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 @pytest.mark.filterwarnings("ignore:enable_nested_tensor")
-@pytest.mark.parametrize("norm", ["pre", "post"])
-def test_equals_that_of_torch(norm: str):
+def test_equals_that_of_torch():
     """Outputs, and the gradients of all parameters and of both inputs, with padding in both."""
-    theirs = nn.Transformer(E, H, *LAYERS.values(), 16, 0.0, batch_first=True, norm_first=norm == "pre").double()
-    with torch.no_grad():
-        for p in theirs.parameters():
-            p.add_(0.2 * torch.randn_like(p))
-    options = {"d_ff": 16, "positions": None, "norm": norm, "final_norm": True, "activation": "relu"}
-    encoder = Transformer(E, H, LAYERS["encoder"], causal=False, **options)
-    decoder = Transformer(E, H, LAYERS["decoder"], cross_attention=SoftmaxCrossAttention, **options)
-    ours = EncoderDecoder(encoder, decoder).double()
-    ours.load_state_dict(in_our_names(theirs.state_dict()))
+    for norm in ["pre", "post"]:
+        theirs = nn.Transformer(E, H, *LAYERS.values(), 16, 0.0, batch_first=True, norm_first=norm == "pre").double()
+        with torch.no_grad():
+            for p in theirs.parameters():
+                p.add_(0.2 * torch.randn_like(p))
+        options = {"d_ff": 16, "positions": None, "norm": norm, "final_norm": True, "activation": "relu"}
+        encoder = Transformer(E, H, LAYERS["encoder"], causal=False, **options)
+        decoder = Transformer(E, H, LAYERS["decoder"], cross_attention=SoftmaxCrossAttention, **options)
+        ours = EncoderDecoder(encoder, decoder).double()
+        ours.load_state_dict(in_our_names(theirs.state_dict()))
 
-    source, target = inputs(3, 7, E).requires_grad_(), inputs(3, 5, E, seed=1).requires_grad_()
-    source_lengths, lengths = torch.tensor([7, 4, 1]), torch.tensor([2, 5, 3])
-    padding, target_padding = ~sequence.valid_positions(source_lengths, 7), ~sequence.valid_positions(lengths, 5)
-    future = torch.ones(5, 5).triu(1).bool()
-    expected = theirs(
-        source, target, tgt_mask=future, tgt_key_padding_mask=target_padding,
-        src_key_padding_mask=padding, memory_key_padding_mask=padding,
-    ).masked_fill(target_padding[..., None], 0)  # fmt: skip
-    y, _ = ours(target, ours.remember(source, source_lengths), lengths)
-    assert_close(y, expected)
+        source, target = inputs(3, 7, E).requires_grad_(), inputs(3, 5, E, seed=1).requires_grad_()
+        source_lengths, lengths = torch.tensor([7, 4, 1]), torch.tensor([2, 5, 3])
+        padding, target_padding = ~sequence.valid_positions(source_lengths, 7), ~sequence.valid_positions(lengths, 5)
+        future = torch.ones(5, 5).triu(1).bool()
+        expected = theirs(
+            source, target, tgt_mask=future, tgt_key_padding_mask=target_padding,
+            src_key_padding_mask=padding, memory_key_padding_mask=padding,
+        ).masked_fill(target_padding[..., None], 0)  # fmt: skip
+        y, _ = ours(target, ours.remember(source, source_lengths), lengths)
+        assert_close(y, expected)
 
-    wanted, found = gradients(theirs, expected, source, target), gradients(ours, y, source, target)
-    assert_close(found[:2], wanted[:2])
-    renamed = in_our_names(by_name(theirs, wanted[2:]))
-    assert_close(by_name(ours, found[2:]), renamed)
+        wanted, found = gradients(theirs, expected, source, target), gradients(ours, y, source, target)
+        assert_close(found[:2], wanted[:2])
+        renamed = in_our_names(by_name(theirs, wanted[2:]))
+        assert_close(by_name(ours, found[2:]), renamed)
 
 
 def by_name(model: nn.Module, values: tuple[Tensor, ...]) -> dict[str, Tensor]:
@@ -114,60 +115,60 @@ def feed_forward(module: nn.Module, x: Tensor) -> Tensor:
     return F.linear(F.gelu(F.linear(x, module.up.weight, module.up.bias)), module.down.weight, module.down.bias)
 
 
-@pytest.mark.parametrize("kind", CROSS)
-def test_the_definition(kind: type):
+def test_the_definition():
     """Positions on both sides; an encoder that is wider and less deep than the decoder. Norms before branches."""
-    positions = partial(LearnedPositions, max_len=9)
-    encoder = Transformer(12, 3, 1, attention=LinearAttention, causal=False, positions=positions, init="pytorch")
-    options = {"attention": LinearAttention, "cross_attention": kind, "d_source": 12}
-    decoder = Transformer(E, H, 2, positions=positions, init="pytorch", **options)
-    model = EncoderDecoder(encoder, decoder).double()
-    with torch.no_grad():
-        for p in model.parameters():
-            p.add_(0.2 * torch.randn_like(p))
-    cross = {
-        SoftmaxCrossAttention: definitions.softmax_cross,
-        LinearCrossAttention: definitions.linear_cross,
-        PerformerCrossAttention: definitions.performer_cross,
-    }[kind]
-    source, x = inputs(2, 6, 12), inputs(2, 9, E, seed=1)
-    y, _ = model(x, model.remember(source))
+    for kind in CROSS:
+        positions = partial(LearnedPositions, max_len=9)
+        encoder = Transformer(12, 3, 1, attention=LinearAttention, causal=False, positions=positions, init="pytorch")
+        options = {"attention": LinearAttention, "cross_attention": kind, "d_source": 12}
+        decoder = Transformer(E, H, 2, positions=positions, init="pytorch", **options)
+        model = EncoderDecoder(encoder, decoder).double()
+        with torch.no_grad():
+            for p in model.parameters():
+                p.add_(0.2 * torch.randn_like(p))
+        cross = {
+            SoftmaxCrossAttention: definitions.softmax_cross,
+            LinearCrossAttention: definitions.linear_cross,
+            PerformerCrossAttention: definitions.performer_cross,
+        }[kind]
+        source, x = inputs(2, 6, 12), inputs(2, 9, E, seed=1)
+        y, _ = model(x, model.remember(source))
 
-    (block,) = encoder.blocks
-    h = source + encoder.positions.table.weight[:6]
-    h = h + definitions.linear(block.attention, layer_norm(block.norm_1, h))
-    h = h + feed_forward(block.feed_forward, layer_norm(block.norm_2, h))
-    read = layer_norm(encoder.norm, h)
-    h = x + decoder.positions.table.weight
-    for block in decoder.blocks:
+        (block,) = encoder.blocks
+        h = source + encoder.positions.table.weight[:6]
         h = h + definitions.linear(block.attention, layer_norm(block.norm_1, h))
-        h = h + cross(block.cross_attention, layer_norm(block.norm_cross, h), read)
         h = h + feed_forward(block.feed_forward, layer_norm(block.norm_2, h))
-    assert_close(y, layer_norm(decoder.norm, h))
+        read = layer_norm(encoder.norm, h)
+        h = x + decoder.positions.table.weight
+        for block in decoder.blocks:
+            h = h + definitions.linear(block.attention, layer_norm(block.norm_1, h))
+            h = h + cross(block.cross_attention, layer_norm(block.norm_cross, h), read)
+            h = h + feed_forward(block.feed_forward, layer_norm(block.norm_2, h))
+        assert_close(y, layer_norm(decoder.norm, h))
 
 
-@pytest.mark.parametrize("max_len", [None, 7])
-def test_token_by_token_is_teacher_forcing(max_len: int | None):
-    model, x, source = built(), inputs(3, 7, E), inputs(3, 5, 6)
-    lengths = torch.tensor([5, 0, 2])
-    with torch.no_grad():
-        expected, after = model(x, model.remember(source, lengths))
-        y, state = stream(model, x, [1] * 7, model.remember(source, lengths, max_len=max_len))
-    assert_close(y, expected)
-    assert state.length.tolist() == after.length.tolist() == [7, 7, 7]
+def test_token_by_token_is_teacher_forcing():
+    for max_len in [None, 7]:
+        model, x, source = built(), inputs(3, 7, E), inputs(3, 5, 6)
+        lengths = torch.tensor([5, 0, 2])
+        with torch.no_grad():
+            expected, after = model(x, model.remember(source, lengths))
+            y, state = stream(model, x, [1] * 7, model.remember(source, lengths, max_len=max_len))
+        assert_close(y, expected)
+        assert state.length.tolist() == after.length.tolist() == [7, 7, 7]
 
 
-@pytest.mark.parametrize("causal", [True, False])
-def test_any_sequence_module_encodes(causal: bool):
+def test_any_sequence_module_encodes():
     """An LSTM, one way and both ways: padding of the source is nothing, and its parameters are trained."""
-    model = built(LSTM(6, 2, d_input=3, causal=causal))
-    assert model.d_source == 3
-    source, x, lengths = inputs(2, 5, 3), inputs(2, 4, E), torch.tensor([5, 2])
-    source[1, 2:] = torch.nan
-    y, _ = model(x, model.remember(source, lengths))
-    for i, n in enumerate(lengths):
-        assert_close(y[i : i + 1], model(x[i : i + 1], model.remember(source[i : i + 1, :n]))[0])
-    assert all((g != 0).any() for g in torch.autograd.grad(y.sin().sum(), list(model.encoder.parameters())))
+    for causal in [True, False]:
+        model = built(LSTM(6, 2, d_input=3, causal=causal))
+        assert model.d_source == 3
+        source, x, lengths = inputs(2, 5, 3), inputs(2, 4, E), torch.tensor([5, 2])
+        source[1, 2:] = torch.nan
+        y, _ = model(x, model.remember(source, lengths))
+        for i, n in enumerate(lengths):
+            assert_close(y[i : i + 1], model(x[i : i + 1], model.remember(source[i : i + 1, :n]))[0])
+        assert all((g != 0).any() for g in torch.autograd.grad(y.sin().sum(), list(model.encoder.parameters())))
 
 
 @pytest.mark.parametrize("dropout", [0.0, 0.3])
@@ -226,22 +227,21 @@ def test_weights_of_the_attention_to_the_source(kind: type):
 # ----------------------------------------------------------------------------------------------------------- the state
 
 
-@pytest.mark.parametrize("max_len", [None, 9])
-@pytest.mark.parametrize("begun", [False, True])
-def test_a_state_survives_a_checkpoint(begun: bool, max_len: int | None):
+def test_a_state_survives_a_checkpoint():
     """Also one from which nothing has been read yet; the example has no source."""
-    model, x = built(), inputs(2, 4, E)
-    state = model.remember(inputs(2, 5, 6), torch.tensor([5, 3]), max_len=max_len)
-    with torch.no_grad():
-        if begun:
-            _, state = model(x, state)
-        file = io.BytesIO()
-        torch.save(sequence.pack(sequence.detach(state)), file)
-        file.seek(0)
-        packed = torch.load(file, weights_only=True)
-        loaded = sequence.unpack(packed, like=model.initial_state(1, max_len=max_len))
-        assert_same(loaded, state)
-        assert_close(model(x, loaded)[0], model(x, state)[0], rtol=0, atol=0)
+    for max_len, begun in itertools.product([None, 9], [False, True]):
+        model, x = built(), inputs(2, 4, E)
+        state = model.remember(inputs(2, 5, 6), torch.tensor([5, 3]), max_len=max_len)
+        with torch.no_grad():
+            if begun:
+                _, state = model(x, state)
+            file = io.BytesIO()
+            torch.save(sequence.pack(sequence.detach(state)), file)
+            file.seek(0)
+            packed = torch.load(file, weights_only=True)
+            loaded = sequence.unpack(packed, like=model.initial_state(1, max_len=max_len))
+            assert_same(loaded, state)
+            assert_close(model(x, loaded)[0], model(x, state)[0], rtol=0, atol=0)
 
 
 def test_its_state_grows_as_that_of_the_decoder():
@@ -301,14 +301,11 @@ def test_parts_that_do_not_fit_are_refused():
         EncoderDecoder(encoder, decoder(cross_attention=LinearCrossAttention))
 
 
-@pytest.mark.parametrize(
-    ("source", "lengths", "words"),
-    [
+def test_a_bad_source_is_named():
+    for source, lengths, words in [
         (torch.zeros(2, 3, 5), None, r"\(2, 3, 5\)"),
         (torch.zeros(2, 0, 6), None, r"\(2, 0, 6\)"),
         (torch.zeros(2, 3, 6), torch.tensor([4, 1]), r"lengths is \[4, 1\]"),
-    ],
-)
-def test_a_bad_source_is_named(source: Tensor, lengths: Tensor | None, words: str):
-    with pytest.raises(ValueError, match=words):
-        built().remember(source.double(), lengths)
+    ]:
+        with pytest.raises(ValueError, match=words):
+            built().remember(source.double(), lengths)

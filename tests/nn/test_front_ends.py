@@ -1,3 +1,4 @@
+import itertools
 import math
 
 import pytest
@@ -25,39 +26,39 @@ def frames(*shape: int) -> Tensor:
     return torch.randn(*shape, FEATURES, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
 
 
-@pytest.mark.parametrize("name", MAKERS)
-def test_lengths_are_divided_and_rounded_up(name: str):
-    front_end = made(name)
-    for t in range(1, 18):
-        y, lengths = front_end(frames(1, t), torch.tensor([t]))
-        expected = math.ceil(t / front_end.factor)
-        assert y.shape == (1, expected, WIDTH)
-        assert lengths.tolist() == [expected]
+def test_lengths_are_divided_and_rounded_up():
+    for name in MAKERS:
+        front_end = made(name)
+        for t in range(1, 18):
+            y, lengths = front_end(frames(1, t), torch.tensor([t]))
+            expected = math.ceil(t / front_end.factor)
+            assert y.shape == (1, expected, WIDTH)
+            assert lengths.tolist() == [expected]
 
 
-@pytest.mark.parametrize("name", MAKERS)
-def test_padded_equals_alone(name: str):
+def test_padded_equals_alone():
     """For outputs and gradients, whatever stands in the padding."""
-    front_end = made(name)
-    lengths = torch.tensor([17, 5, 6, 7, 8, 1, 0])
-    x = frames(len(lengths), 17)
-    for row, n in enumerate(lengths.tolist()):
-        x[row, n:] = math.nan
-    together, divided = front_end(x, lengths)
-    weights = torch.randn(WIDTH, dtype=torch.float64)
-    parameters = list(front_end.parameters())
-    expected = [torch.zeros_like(p) for p in parameters]
-    for row, n in enumerate(lengths.tolist()):
-        m = int(divided[row])
-        assert (together[row, m:] == 0).all()
-        if n:
-            (alone,), _ = front_end(x[row : row + 1, :n], torch.tensor([n]))
-            torch.testing.assert_close(together[row, :m], alone)
-            gradients = torch.autograd.grad((alone @ weights).sin().sum(), parameters)
-            expected = [e + g for e, g in zip(expected, gradients, strict=True)]
-    found = torch.autograd.grad((together @ weights).sin().sum(), parameters)
-    for a, b in zip(found, expected, strict=True):
-        torch.testing.assert_close(a, b)
+    for name in MAKERS:
+        front_end = made(name)
+        lengths = torch.tensor([17, 5, 6, 7, 8, 1, 0])
+        x = frames(len(lengths), 17)
+        for row, n in enumerate(lengths.tolist()):
+            x[row, n:] = math.nan
+        together, divided = front_end(x, lengths)
+        weights = torch.randn(WIDTH, dtype=torch.float64)
+        parameters = list(front_end.parameters())
+        expected = [torch.zeros_like(p) for p in parameters]
+        for row, n in enumerate(lengths.tolist()):
+            m = int(divided[row])
+            assert (together[row, m:] == 0).all()
+            if n:
+                (alone,), _ = front_end(x[row : row + 1, :n], torch.tensor([n]))
+                torch.testing.assert_close(together[row, :m], alone)
+                gradients = torch.autograd.grad((alone @ weights).sin().sum(), parameters)
+                expected = [e + g for e, g in zip(expected, gradients, strict=True)]
+        found = torch.autograd.grad((together @ weights).sin().sum(), parameters)
+        for a, b in zip(found, expected, strict=True):
+            torch.testing.assert_close(a, b)
 
 
 def test_stacked_frames_stand_side_by_side():
@@ -81,35 +82,31 @@ def test_convolutions_see_the_frames_around_twice_their_own():
     assert {9, 15} <= set(seen)
 
 
-@pytest.mark.parametrize(
-    ("make", "words"),
-    [
+def test_bad_options_are_named():
+    for make, words in [
         (lambda: FrameStacking(4, 4, factor=0), "factor=0"),
         (lambda: ConvSubsampling(4, 4, factor=3), "factor=3"),
         (lambda: ConvSubsampling(4, 4, channels=0), "channels=0"),
-    ],
-)
-def test_bad_options_are_named(make, words: str):
-    with pytest.raises(ValueError, match=words):
-        make()
+    ]:
+        with pytest.raises(ValueError, match=words):
+            make()
 
 
-@pytest.mark.parametrize("name", MAKERS)
-@pytest.mark.parametrize("pieces", [[1] * 17, [0, 2, 5, 0, 9, 1], [17, 0], [3, 14]], ids=str)
-def test_a_stream_gives_the_frames_of_the_whole_as_soon_as_they_are_known(name: str, pieces: list[int]):
-    front_end, x = made(name), frames(2, 17)
-    whole, _ = front_end(x, torch.tensor([17, 17]))
-    stream, streamed, read = FrontEndStream(front_end), [], 0
-    for size in pieces:
-        streamed.append(stream(x[:, read : read + size]))
-        read += size
-        n_frames = sum(0 if y is None else y.size(1) for y in streamed)
-        changed = x.clone()
-        changed[:, read:] += 1  # a frame is known if what follows does not change it
-        known = (front_end(changed, torch.tensor([17, 17]))[0] == whole).all(-1).all(0).sum()
-        assert n_frames == (known if read < 17 else (17 - 1 - front_end.context[1]) // front_end.factor + 1)
-    streamed.append(stream(x[:, :0], last=True))
-    torch.testing.assert_close(torch.cat([y for y in streamed if y is not None], 1), whole)
+def test_a_stream_gives_the_frames_of_the_whole_as_soon_as_they_are_known():
+    for name, pieces in itertools.product(MAKERS, [[1] * 17, [0, 2, 5, 0, 9, 1], [17, 0], [3, 14]]):
+        front_end, x = made(name), frames(2, 17)
+        whole, _ = front_end(x, torch.tensor([17, 17]))
+        stream, streamed, read = FrontEndStream(front_end), [], 0
+        for size in pieces:
+            streamed.append(stream(x[:, read : read + size]))
+            read += size
+            n_frames = sum(0 if y is None else y.size(1) for y in streamed)
+            changed = x.clone()
+            changed[:, read:] += 1  # a frame is known if what follows does not change it
+            known = (front_end(changed, torch.tensor([17, 17]))[0] == whole).all(-1).all(0).sum()
+            assert n_frames == (known if read < 17 else (17 - 1 - front_end.context[1]) // front_end.factor + 1)
+        streamed.append(stream(x[:, :0], last=True))
+        torch.testing.assert_close(torch.cat([y for y in streamed if y is not None], 1), whole)
 
 
 def test_a_stream_keeps_few_feature_vectors():

@@ -1,3 +1,4 @@
+import itertools
 import math
 from functools import partial
 
@@ -66,24 +67,22 @@ EXTREMES = {
 }
 
 
-@pytest.mark.parametrize("n_levels", [2, 3, 17, 256])
-@pytest.mark.parametrize("name", EXTREMES)
-def test_a_mixture_is_the_difference_of_its_distribution_functions(name: str, n_levels: int):
-    head, h = mixture(n_levels, *EXTREMES[name], dtype=torch.float64)
-    expected = differences(n_levels, *EXTREMES[name])
-    np.testing.assert_allclose(head.log_probs(h).detach().numpy(), expected, rtol=1e-8, atol=1e-10)
+def test_a_mixture_is_the_difference_of_its_distribution_functions():
+    for n_levels, name in itertools.product([2, 3, 17, 256], EXTREMES):
+        head, h = mixture(n_levels, *EXTREMES[name], dtype=torch.float64)
+        expected = differences(n_levels, *EXTREMES[name])
+        np.testing.assert_allclose(head.log_probs(h).detach().numpy(), expected, rtol=1e-8, atol=1e-10)
 
 
-@pytest.mark.parametrize("n_levels", [2, 17, 256])
-@pytest.mark.parametrize("name", EXTREMES)
-def test_a_mixture_in_float32(name: str, n_levels: int):
-    head, h = mixture(n_levels, *EXTREMES[name])
-    log_probs = head.log_probs(h)
-    assert log_probs.dtype == torch.float32
-    assert log_probs.isfinite().all()
-    assert log_probs.double().exp().sum().item() == pytest.approx(1, abs=2e-5)
-    # An error of ε in a border is one of ε / s in the exponent.
-    np.testing.assert_allclose(log_probs.detach(), differences(n_levels, *EXTREMES[name]), rtol=1e-4, atol=3e-3)
+def test_a_mixture_in_float32():
+    for n_levels, name in itertools.product([2, 17, 256], EXTREMES):
+        head, h = mixture(n_levels, *EXTREMES[name])
+        log_probs = head.log_probs(h)
+        assert log_probs.dtype == torch.float32
+        assert log_probs.isfinite().all()
+        assert log_probs.double().exp().sum().item() == pytest.approx(1, abs=2e-5)
+        # An error of ε in a border is one of ε / s in the exponent.
+        np.testing.assert_allclose(log_probs.detach(), differences(n_levels, *EXTREMES[name]), rtol=1e-4, atol=3e-3)
 
 
 def test_the_outermost_bins_reach_to_infinity():
@@ -99,39 +98,37 @@ def test_the_outermost_bins_reach_to_infinity():
     assert p[8].item() == pytest.approx(expit(1 / 16) - expit(-1 / 16), rel=1e-12)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("n_levels", [2, 256])
-@pytest.mark.parametrize("size", [0.0, 30.0])
-def test_probabilities_sum_to_1(kind: type, n_levels: int, size: float):
-    head = kind(D, n_levels)
-    p = head.log_probs(size * torch.randn(3, 4, D)).double().exp()
-    assert p.shape == (3, 4, n_levels)
-    torch.testing.assert_close(p.sum(-1), torch.ones(3, 4, dtype=torch.float64), atol=3e-5, rtol=0)
+def test_probabilities_sum_to_1():
+    for kind, n_levels, size in itertools.product(KINDS, [2, 256], [0.0, 30.0]):
+        head = kind(D, n_levels)
+        p = head.log_probs(size * torch.randn(3, 4, D)).double().exp()
+        assert p.shape == (3, 4, n_levels)
+        torch.testing.assert_close(p.sum(-1), torch.ones(3, 4, dtype=torch.float64), atol=3e-5, rtol=0)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("n_levels", [2, 17])
-def test_the_loss_is_read_off_the_table(kind: type, n_levels: int):
+def test_the_loss_is_read_off_the_table():
     """Every level in turn, the outermost too: sampler and loss may not disagree."""
-    head = kind(D, n_levels).double()
-    h = 3 * torch.randn(4, n_levels, D, dtype=torch.float64)
-    target = torch.stack([torch.randperm(n_levels) for _ in range(4)])
-    table = head.log_probs(h)
-    expected = torch.stack([torch.stack([-table[b, t, target[b, t]] for t in range(n_levels)]) for b in range(4)])
-    nll = head.nll(h, target)
-    assert nll.shape == target.shape
-    torch.testing.assert_close(nll, expected)
-    torch.testing.assert_close(super(kind, head).nll(h, target), expected)
+    for kind, n_levels in itertools.product(KINDS, [2, 17]):
+        head = kind(D, n_levels).double()
+        h = 3 * torch.randn(4, n_levels, D, dtype=torch.float64)
+        target = torch.stack([torch.randperm(n_levels) for _ in range(4)])
+        table = head.log_probs(h)
+        expected = torch.stack([torch.stack([-table[b, t, target[b, t]] for t in range(n_levels)]) for b in range(4)])
+        nll = head.nll(h, target)
+        assert nll.shape == target.shape
+        torch.testing.assert_close(nll, expected)
+        torch.testing.assert_close(super(kind, head).nll(h, target), expected)
 
 
-@pytest.mark.parametrize("n_levels", [17])
-@pytest.mark.parametrize("options", [{"zero_init": True}, {"zero_init": True, "bias": False}, {"init_std": 0.0}])
-def test_zero_init_knows_nothing(n_levels: int, options: dict):
-    head = CategoricalHead(D, n_levels, **options)
-    bits = head.nll(100 * torch.randn(8, D), torch.randint(n_levels, (8,))) / math.log(2)
-    torch.testing.assert_close(bits, torch.full((8,), math.log2(n_levels)))
-    default = CategoricalHead(D, n_levels)
-    assert default.proj.weight.std() > 0
+def test_zero_init_knows_nothing():
+    for n_levels, options in itertools.product(
+        [17], [{"zero_init": True}, {"zero_init": True, "bias": False}, {"init_std": 0.0}]
+    ):
+        head = CategoricalHead(D, n_levels, **options)
+        bits = head.nll(100 * torch.randn(8, D), torch.randint(n_levels, (8,))) / math.log(2)
+        torch.testing.assert_close(bits, torch.full((8,), math.log2(n_levels)))
+        default = CategoricalHead(D, n_levels)
+        assert default.proj.weight.std() > 0
 
 
 def test_a_start_as_in_gpt2():
@@ -143,35 +140,31 @@ def test_a_start_as_in_gpt2():
     assert not CategoricalHead(D, 3, init_std=0.02).proj.bias.any()
 
 
-@pytest.mark.parametrize(
-    ("make", "words"),
-    [
+def test_bad_options_are_named():
+    for make, words in [
         (lambda: CategoricalHead(D, 3, init_std=-0.1), "init_std=-0.1"),
         (lambda: CategoricalHead(D, 3, init_std=0.02, zero_init=True), "init_std=0.02"),
         (lambda: CategoricalHead(D, 1), "n_levels=1 must be at least 2"),
         (lambda: MixtureOfLogisticsHead(D, 17, n_mixtures=0), "n_mixtures=0 must be at least 1"),
-    ],
-)
-def test_bad_options_are_named(make, words: str):
-    with pytest.raises(ValueError, match=words):
-        make()
+    ]:
+        with pytest.raises(ValueError, match=words):
+            make()
 
 
-@pytest.mark.parametrize("n_mixtures", [1, 10])
-@pytest.mark.parametrize("size", [1.0, 40.0, 1e4])
-def test_gradients_stay_finite(n_mixtures: int, size: float):
-    head = MixtureOfLogisticsHead(D, 256, n_mixtures=n_mixtures)
-    out = size * torch.randn(64, 3 * n_mixtures)
-    out[:, 2 * n_mixtures :] = torch.empty(64, n_mixtures).uniform_(-12, 5)
-    out = saying(head, out).requires_grad_()
-    target = torch.arange(64) * 255 // 63
-    nll = head.nll(out, target)
-    nll.sum().backward()
-    assert nll.isfinite().all()
-    assert out.grad.isfinite().all()
-    assert all(p.grad.isfinite().all() for p in head.parameters())
-    (again,) = torch.autograd.grad(head.log_probs(out).gather(-1, target[:, None]).neg().sum(), out)
-    torch.testing.assert_close(again, out.grad)
+def test_gradients_stay_finite():
+    for n_mixtures, size in itertools.product([1, 10], [1.0, 40.0, 1e4]):
+        head = MixtureOfLogisticsHead(D, 256, n_mixtures=n_mixtures)
+        out = size * torch.randn(64, 3 * n_mixtures)
+        out[:, 2 * n_mixtures :] = torch.empty(64, n_mixtures).uniform_(-12, 5)
+        out = saying(head, out).requires_grad_()
+        target = torch.arange(64) * 255 // 63
+        nll = head.nll(out, target)
+        nll.sum().backward()
+        assert nll.isfinite().all()
+        assert out.grad.isfinite().all()
+        assert all(p.grad.isfinite().all() for p in head.parameters())
+        (again,) = torch.autograd.grad(head.log_probs(out).gather(-1, target[:, None]).neg().sum(), out)
+        torch.testing.assert_close(again, out.grad)
 
 
 def test_gradients_of_a_mixture_are_right():
@@ -181,27 +174,27 @@ def test_gradients_of_a_mixture_are_right():
     assert torch.autograd.gradcheck(lambda h: head.nll(h, target), h)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_only_the_last_layer_runs_in_bfloat16(kind: type):
+def test_only_the_last_layer_runs_in_bfloat16():
     """What follows is float32: no more is lost than the layer's own rounding."""
-    head = kind(D, 256)
-    h, target = 3 * torch.randn(32, D), torch.randint(256, (32,))
-    with torch.autocast("cpu", torch.bfloat16):
-        out = head.proj(h)
-        table, nll = head.log_probs(h), head.nll(h, target)
-    assert out.dtype == torch.bfloat16
-    assert table.dtype == nll.dtype == torch.float32
-    rounded = kind(D, 256) if kind is CategoricalHead else MixtureOfLogisticsHead(D, 256)
-    expected = rounded.log_probs(saying(rounded, out.float()))
-    torch.testing.assert_close(table, expected, rtol=1e-6, atol=1e-6)
-    torch.testing.assert_close(nll, -expected.gather(-1, target[:, None])[:, 0], rtol=1e-6, atol=1e-6)
+    for kind in KINDS:
+        head = kind(D, 256)
+        h, target = 3 * torch.randn(32, D), torch.randint(256, (32,))
+        with torch.autocast("cpu", torch.bfloat16):
+            out = head.proj(h)
+            table, nll = head.log_probs(h), head.nll(h, target)
+        assert out.dtype == torch.bfloat16
+        assert table.dtype == nll.dtype == torch.float32
+        rounded = kind(D, 256) if kind is CategoricalHead else MixtureOfLogisticsHead(D, 256)
+        expected = rounded.log_probs(saying(rounded, out.float()))
+        torch.testing.assert_close(table, expected, rtol=1e-6, atol=1e-6)
+        torch.testing.assert_close(nll, -expected.gather(-1, target[:, None])[:, 0], rtol=1e-6, atol=1e-6)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_bfloat16_model_has_a_float32_loss(kind: type):
-    head = kind(D, 17).bfloat16()
-    h = torch.randn(3, D, dtype=torch.bfloat16)
-    assert head.log_probs(h).dtype == head.nll(h, torch.tensor([0, 8, 16])).dtype == torch.float32
+def test_a_bfloat16_model_has_a_float32_loss():
+    for kind in KINDS:
+        head = kind(D, 17).bfloat16()
+        h = torch.randn(3, D, dtype=torch.bfloat16)
+        assert head.log_probs(h).dtype == head.nll(h, torch.tensor([0, 8, 16])).dtype == torch.float32
 
 
 class Chunked(CategoricalHead):

@@ -1,4 +1,5 @@
 import doctest
+import itertools
 import math
 import re
 
@@ -86,44 +87,43 @@ def test_both_directions_by_hand():
         torch.testing.assert_close(y[row, :n], z)
 
 
-@pytest.mark.parametrize("causal", [True, False])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_it_equals_torch_with_packed_sequences(causal: bool, dtype: torch.dtype):
+def test_it_equals_torch_with_packed_sequences():
     """With gradients; in float32 on the CPU the kernel is another one than in float64."""
-    model = shaken(LSTM(2 * D, 3, d_input=4, causal=causal).to(dtype))
-    theirs = twin(model)
-    x = torch.randn(4, 9, 4, dtype=dtype, requires_grad=True)
-    lengths = torch.tensor([2, 9, 5, 1])
-    y, state = model(x, None, lengths)
-    packed = pack_padded_sequence(x, lengths, batch_first=True, enforce_sorted=False)
-    expected, (h, c) = theirs(packed)
-    expected, _ = pad_packed_sequence(expected, batch_first=True, total_length=9)
-    torch.testing.assert_close(y, expected)
-    weights = torch.randn_like(y)
-    loss, other = (y * weights).sum(), (expected * weights).sum()
-    if causal:
-        torch.testing.assert_close(state.h, h.transpose(0, 1))
-        torch.testing.assert_close(state.c, c.transpose(0, 1))
-        assert state.length.tolist() == [2, 9, 5, 1]
-        loss, other = loss + (state.h * state.c).sum(), other + (h * c).sum()
-    (found,), (wanted,) = (
-        torch.autograd.grad(loss, x, retain_graph=True),
-        torch.autograd.grad(other, x, retain_graph=True),
-    )
-    torch.testing.assert_close(found, wanted)
-    (found,) = torch.autograd.grad(loss, model.layers[0].weight_hh)
-    (wanted,) = torch.autograd.grad(other, theirs.weight_hh_l0)
-    torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)
+    for causal, dtype in itertools.product([True, False], [torch.float32, torch.float64]):
+        model = shaken(LSTM(2 * D, 3, d_input=4, causal=causal).to(dtype))
+        theirs = twin(model)
+        x = torch.randn(4, 9, 4, dtype=dtype, requires_grad=True)
+        lengths = torch.tensor([2, 9, 5, 1])
+        y, state = model(x, None, lengths)
+        packed = pack_padded_sequence(x, lengths, batch_first=True, enforce_sorted=False)
+        expected, (h, c) = theirs(packed)
+        expected, _ = pad_packed_sequence(expected, batch_first=True, total_length=9)
+        torch.testing.assert_close(y, expected)
+        weights = torch.randn_like(y)
+        loss, other = (y * weights).sum(), (expected * weights).sum()
+        if causal:
+            torch.testing.assert_close(state.h, h.transpose(0, 1))
+            torch.testing.assert_close(state.c, c.transpose(0, 1))
+            assert state.length.tolist() == [2, 9, 5, 1]
+            loss, other = loss + (state.h * state.c).sum(), other + (h * c).sum()
+        (found,), (wanted,) = (
+            torch.autograd.grad(loss, x, retain_graph=True),
+            torch.autograd.grad(other, x, retain_graph=True),
+        )
+        torch.testing.assert_close(found, wanted)
+        (found,) = torch.autograd.grad(loss, model.layers[0].weight_hh)
+        (wanted,) = torch.autograd.grad(other, theirs.weight_hh_l0)
+        torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_padding_keeps_the_cell_to_the_last_bit(dtype: torch.dtype):
+def test_padding_keeps_the_cell_to_the_last_bit():
     """However much of it, and however large the numbers."""
-    model = LSTM(D, 1).to(dtype)
-    before = LSTMState(*(100 * torch.randn(2, 3, 1, D, dtype=dtype)), torch.zeros(3, dtype=torch.long))
-    _, after = model(1e3 * torch.randn(3, 500, D, dtype=dtype), before, torch.zeros(3, dtype=torch.long))
-    assert torch.equal(after.c, before.c)
-    assert torch.equal(after.h, before.h)
+    for dtype in [torch.float32, torch.float64]:
+        model = LSTM(D, 1).to(dtype)
+        before = LSTMState(*(100 * torch.randn(2, 3, 1, D, dtype=dtype)), torch.zeros(3, dtype=torch.long))
+        _, after = model(1e3 * torch.randn(3, 500, D, dtype=dtype), before, torch.zeros(3, dtype=torch.long))
+        assert torch.equal(after.c, before.c)
+        assert torch.equal(after.h, before.h)
 
 
 @pytest.mark.parametrize("ragged", [False, True])
@@ -155,16 +155,16 @@ def test_a_new_model_remembers():
     assert {name.split(".")[-1] for name in model.state_dict()} == {"weight_ih", "weight_hh", "bias"}
 
 
-@pytest.mark.parametrize("causal", [True, False])
-def test_dropout_in_training_only(causal: bool):
-    model = LSTM(64, 1, causal=causal, dropout=0.5)
-    x = torch.randn(2, 50, 64)
-    y, _ = model(x)
-    assert (y == 0).float().mean().item() == pytest.approx(0.5, abs=0.05)
-    assert not torch.equal(model(x)[0], y)
-    plain = LSTM(64, 1, causal=causal)
-    plain.load_state_dict(model.state_dict())
-    assert torch.equal(model.eval()(x)[0], plain(x)[0])
+def test_dropout_in_training_only():
+    for causal in [True, False]:
+        model = LSTM(64, 1, causal=causal, dropout=0.5)
+        x = torch.randn(2, 50, 64)
+        y, _ = model(x)
+        assert (y == 0).float().mean().item() == pytest.approx(0.5, abs=0.05)
+        assert not torch.equal(model(x)[0], y)
+        plain = LSTM(64, 1, causal=causal)
+        plain.load_state_dict(model.state_dict())
+        assert torch.equal(model.eval()(x)[0], plain(x)[0])
 
 
 def test_dropout_of_the_input():
@@ -185,19 +185,16 @@ def test_the_state_does_not_grow():
     assert model.bounded_by is None
 
 
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
+def test_bad_options_are_named():
+    for options, words in [
         ({"d_model": 0}, ["d_model=0"]),
         ({"n_layers": 0}, ["n_layers=0"]),
         ({"d_input": 0}, ["d_input=0"]),
         ({"d_model": 5, "causal": False}, ["d_model=5", "causal=False"]),
         ({"dropout": 1.0}, ["dropout=1.0"]),
-    ],
-)
-def test_bad_options_are_named(options: dict, words: list[str]):
-    with pytest.raises(ValueError, match=".*".join(map(re.escape, words))):
-        LSTM(**{"d_model": D, "n_layers": 1, **options})
+    ]:
+        with pytest.raises(ValueError, match=".*".join(map(re.escape, words))):
+            LSTM(**{"d_model": D, "n_layers": 1, **options})
 
 
 def test_the_example_of_the_docstring():

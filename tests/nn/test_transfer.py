@@ -112,16 +112,13 @@ def test_a_teacher_whose_state_grows_bounds_nothing():
     assert model.eval().bounded_by is None
 
 
-@pytest.mark.parametrize(
-    ("attention", "options", "words"),
-    [
+def test_unsuitable_models_are_rejected():
+    for attention, options, words in [
         (WINDOW, {}, "the model has the same attention as the teacher"),
         (KINDS, {"n_layers": 3}, "the model has 2 blocks, but the teacher 3"),
         (LinearAttention, {"causal": False, "of_teacher": SoftmaxAttention}, "needs causal attention"),
-    ],
-)
-def test_unsuitable_models_are_rejected(attention, options: dict, words: str):
-    model, _ = models(attention, **{**options, "n_layers": 2})
-    _, teacher = models(attention, **options)
-    with pytest.raises(ValueError, match=re.escape(words)):
-        begin_transfer(model, teacher)
+    ]:
+        model, _ = models(attention, **{**options, "n_layers": 2})
+        _, teacher = models(attention, **options)
+        with pytest.raises(ValueError, match=re.escape(words)):
+            begin_transfer(model, teacher)

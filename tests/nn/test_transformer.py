@@ -184,18 +184,20 @@ def test_positions_of_every_layer_are_added_to_its_input():
         torch.testing.assert_close(inputs[3 + layer], before + added)
 
 
-@pytest.mark.parametrize("norm", ["pre", "post"])
-def test_outputs_of_layers_are_those_of_shorter_stacks(norm: str):
-    model = Transformer(E, H, 3, norm=norm, positions=partial(LearnedPositions, max_len=9), positions_in_layers=True)
-    x, lengths = torch.randn(2, 5, E), torch.tensor([5, 3])
-    _, state = model(x, None, lengths)
-    outputs, after = model.layer_outputs(x[:, :2], state)
-    assert len(outputs) == 3
-    assert after.length.tolist() == [7, 5]
-    for n in (3, 2, 1):
-        model.blocks = model.blocks[:n]
-        y, _ = model(x[:, :2], state._replace(layers=state.layers[:n]))
-        assert torch.equal(outputs[n - 1], y)
+def test_outputs_of_layers_are_those_of_shorter_stacks():
+    for norm in ["pre", "post"]:
+        model = Transformer(
+            E, H, 3, norm=norm, positions=partial(LearnedPositions, max_len=9), positions_in_layers=True
+        )
+        x, lengths = torch.randn(2, 5, E), torch.tensor([5, 3])
+        _, state = model(x, None, lengths)
+        outputs, after = model.layer_outputs(x[:, :2], state)
+        assert len(outputs) == 3
+        assert after.length.tolist() == [7, 5]
+        for n in (3, 2, 1):
+            model.blocks = model.blocks[:n]
+            y, _ = model(x[:, :2], state._replace(layers=state.layers[:n]))
+            assert torch.equal(outputs[n - 1], y)
 
 
 def test_rotary_positions_go_to_every_attention():
@@ -326,22 +328,23 @@ def matrices(model: Transformer):
     return {n: m for n, m in model.blocks.named_modules() if isinstance(m, nn.Linear)}
 
 
-@pytest.mark.parametrize(
-    ("init", "last", "gains"),
-    [("gpt2", 0.02 / math.sqrt(2 * 8), 0), ("normal", 0.02, 0), ("transformer_xl", 0.02, 0.02)],
-)
-def test_initial_values_of_normal_gpt2_and_transformer_xl(init: str, last: float, gains: float):
-    model = Transformer(128, 4, 8, init=init)
-    norms = [m for m in model.modules() if isinstance(m, nn.LayerNorm)]
-    weights = torch.cat([norm.weight for norm in norms])
-    assert len(norms) == 17
-    assert weights.mean().item() == pytest.approx(1, abs=0.002)
-    assert weights.std().item() == pytest.approx(gains, rel=0.1)
-    assert not any(norm.bias.any() for norm in norms)
-    for name, linear in matrices(model).items():
-        expected = last if name.endswith((".out_proj", ".down")) else 0.02
-        assert linear.weight.std().item() == pytest.approx(expected, rel=0.05), name
-        assert (linear.bias == 0).all(), name
+def test_initial_values_of_normal_gpt2_and_transformer_xl():
+    for init, last, gains in [
+        ("gpt2", 0.02 / math.sqrt(2 * 8), 0),
+        ("normal", 0.02, 0),
+        ("transformer_xl", 0.02, 0.02),
+    ]:
+        model = Transformer(128, 4, 8, init=init)
+        norms = [m for m in model.modules() if isinstance(m, nn.LayerNorm)]
+        weights = torch.cat([norm.weight for norm in norms])
+        assert len(norms) == 17
+        assert weights.mean().item() == pytest.approx(1, abs=0.002)
+        assert weights.std().item() == pytest.approx(gains, rel=0.1)
+        assert not any(norm.bias.any() for norm in norms)
+        for name, linear in matrices(model).items():
+            expected = last if name.endswith((".out_proj", ".down")) else 0.02
+            assert linear.weight.std().item() == pytest.approx(expected, rel=0.05), name
+            assert (linear.bias == 0).all(), name
 
 
 def test_initial_values_of_a_decoder():
@@ -392,9 +395,8 @@ def test_initial_values_of_pytorch():
 # --------------------------------------------------------------------------------------------------- what is refused
 
 
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
+def test_bad_options_are_named():
+    for options, words in [
         *[({name: "none"}, f"{name}='none' is not one of") for name in ("norm", "activation", "init", "norm_kind")],
         ({"n_layers": 0}, "n_layers=0"),
         ({"attention": []}, "lists 0 kinds for n_layers=2"),
@@ -413,11 +415,9 @@ def test_initial_values_of_pytorch():
         ({"positions_in_layers": True, "positions": None}, "positions_in_layers=True with positions=None"),
         ({"positions_in_layers": True, "positions": RotaryPositions}, "positions_in_layers=True .*RotaryPositions"),
         ({"positions_in_layers": True, "position_width": 4}, "positions_in_layers=True .*position_width=4"),
-    ],
-)
-def test_bad_options_are_named(options: dict, words: str):
-    with pytest.raises(ValueError, match=words):
-        Transformer(**{"d_model": 8, "n_heads": 2, "n_layers": 2, **options})
+    ]:
+        with pytest.raises(ValueError, match=words):
+            Transformer(**{"d_model": 8, "n_heads": 2, "n_layers": 2, **options})
 
 
 def test_bad_arguments_are_named():
@@ -505,13 +505,13 @@ def test_a_memory_of_normalised_inputs_keeps_the_gains_of_its_time():
     assert not torch.equal(copied(first)[0], models[1](first)[0])
 
 
-@pytest.mark.parametrize("options", [{"attention": TransformerXLAttention, "norm": "post"}, {}], ids=["post", "keys"])
-def test_no_other_memory_is_normalised(options: dict):
+def test_no_other_memory_is_normalised():
     """With post-norm there is no LayerNorm before the attention, and a memory of keys is never normalised."""
-    models = [uneven(Transformer(E, H, 1, positions=None, **options, norm_memory=raw)) for raw in (False, True)]
-    models[1].load_state_dict(models[0].state_dict())
-    x = torch.randn(2, 5, E)
-    assert torch.equal(models[0](x)[0], models[1](x)[0])
+    for options in [{"attention": TransformerXLAttention, "norm": "post"}, {}]:
+        models = [uneven(Transformer(E, H, 1, positions=None, **options, norm_memory=raw)) for raw in (False, True)]
+        models[1].load_state_dict(models[0].state_dict())
+        x = torch.randn(2, 5, E)
+        assert torch.equal(models[0](x)[0], models[1](x)[0])
 
 
 def test_a_block_has_its_attentions_state():

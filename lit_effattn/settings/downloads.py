@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
@@ -69,11 +71,12 @@ def _is_outside(folder: Any) -> bool:
 
 @contextmanager
 def offline(enabled: bool) -> Iterator[None]:
-    """Restrict Hugging Face's libraries to their cache, if `enabled`, and restore the environment at the end."""
-    before = {name: os.environ.get(name) for name in OFFLINE}
-    os.environ.update(dict.fromkeys(OFFLINE, "1") if enabled else {})
-    try:
+    """Restrict Hugging Face's libraries to their cache, if `enabled`, and restore their settings at the end."""
+    with ExitStack() as settings:
+        if enabled:
+            settings.enter_context(patch.dict(os.environ, dict.fromkeys(OFFLINE, "1")))
+            for module in ("huggingface_hub.constants", "datasets.config"):  # which read the environment once
+                for name in OFFLINE:
+                    if hasattr(sys.modules.get(module), name):
+                        settings.enter_context(patch.object(sys.modules[module], name, True))
         yield
-    finally:
-        for name, value in before.items():
-            os.environ.pop(name, None) if value is None else os.environ.update({name: value})

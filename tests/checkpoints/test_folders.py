@@ -139,17 +139,17 @@ BAD: dict[str, tuple[Callable[[Path], Any], str]] = {
 }
 
 
-@pytest.mark.parametrize("name", BAD)
-def test_what_is_wrong_is_said_in_one_line(name: str, saved: Path):
-    spoil, message = BAD[name]
-    limit = sys.getrecursionlimit()
-    sys.setrecursionlimit(10 * limit)  # else torch could not save what is nested
-    spoil(saved / "part_00001.pt")
-    sys.setrecursionlimit(limit)
-    with pytest.raises(ValueError, match=message) as caught:
-        read_checkpoint(saved)
-    assert "\n" not in str(caught.value)
-    assert isinstance(caught.value, DamagedError) == (name != "newer")
+def test_what_is_wrong_is_said_in_one_line(tmp_path: Path):
+    for number, (name, (spoil, message)) in enumerate(BAD.items()):
+        folder = divide(checkpoint(), tmp_path / f"{number}.ckpt", 2, OWN)
+        limit = sys.getrecursionlimit()
+        sys.setrecursionlimit(10 * limit)  # else torch could not save what is nested
+        spoil(folder / "part_00001.pt")
+        sys.setrecursionlimit(limit)
+        with pytest.raises(ValueError, match=message) as caught:
+            read_checkpoint(folder)
+        assert "\n" not in str(caught.value)
+        assert isinstance(caught.value, DamagedError) == (name != "newer")
 
 
 def test_a_folder_without_what_is_common_is_no_checkpoint(saved: Path):

@@ -83,9 +83,8 @@ def test_trusting_what_is_not_there(capsys: pytest.CaptureFixture[str]):
 # ------------------------------------------------------------------------------------------------ YAML and flags
 
 
-@pytest.mark.parametrize(
-    ("flags", "function"),
-    [
+def test_a_function_is_called_only_if_it_is_trusted(capsys: pytest.CaptureFixture[str]):
+    for flags, function in [
         (["--model.optimizer", "my_module.make_optimizer"], "my_module.make_optimizer"),
         (["--model.optimizer", "{class_path: my_module.make_optimizer}"], "my_module.make_optimizer"),
         (
@@ -101,17 +100,13 @@ def test_trusting_what_is_not_there(capsys: pytest.CaptureFixture[str]):
             ["--trainer.callbacks+={class_path: my_module.Calls, init_args: {function: {class_path: torch.nn.ReLU}}}"],
             "torch.nn.modules.activation.ReLU",
         ),
-    ],
-)
-def test_a_function_is_called_only_if_it_is_trusted(
-    flags: list[str], function: str, capsys: pytest.CaptureFixture[str]
-):
-    bare = spec("PixelModel", backbone=TINY["model"]["init_args"]["backbone"])
-    Path("bare.yaml").write_text(yaml.safe_dump({**TINY, "model": bare}))
-    output = fails(capsys, "fit", "--config", "bare.yaml", *flags)
-    assert f"names the function {function}" in output
-    assert f"--trust {function}" in output
-    assert not Path("called").exists()
+    ]:
+        bare = spec("PixelModel", backbone=TINY["model"]["init_args"]["backbone"])
+        Path("bare.yaml").write_text(yaml.safe_dump({**TINY, "model": bare}))
+        output = fails(capsys, "fit", "--config", "bare.yaml", *flags)
+        assert f"names the function {function}" in output
+        assert f"--trust {function}" in output
+        assert not Path("called").exists()
 
 
 @pytest.mark.parametrize("name", ["my_module", "my_module.make_optimizer"])

@@ -13,6 +13,7 @@ import torch
 from lit_effattn.analysis import sweep
 from lit_effattn.cli import main
 from lit_effattn.datamodules import SpeechData
+from lit_effattn.settings.downloads import offline
 from tests.support.commands import fails, spec
 from tests.support.small_runs import checkpoint, write_data
 
@@ -116,6 +117,15 @@ def test_lightnings_way_to_build_data_is_closed():
     torch.save(content, "it.ckpt")
     with pytest.raises(NotImplementedError, match="would build any class that the file names"):
         SpeechData.load_from_checkpoint("it.ckpt")
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+def test_hugging_faces_libraries_are_offline_although_they_were_imported_before(enabled: bool):
+    constants = pytest.importorskip("huggingface_hub.constants")
+    before = (constants.HF_HUB_OFFLINE, os.environ.get("HF_HUB_OFFLINE"))
+    with offline(enabled):
+        assert (constants.HF_HUB_OFFLINE, os.environ.get("HF_HUB_OFFLINE")) == ((True, "1") if enabled else before)
+    assert (constants.HF_HUB_OFFLINE, os.environ.get("HF_HUB_OFFLINE")) == before
 
 
 # --------------------------------------------------------------------------------------- modules of the current folder

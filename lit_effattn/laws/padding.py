@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lit_effattn.laws import code
+from lit_effattn.laws import code, tree
 from lit_effattn.laws.comparison import Check, Pair
 from lit_effattn.laws.law import Law, Trial
 from lit_effattn.laws.rows import row
@@ -58,14 +58,21 @@ class Padding(Law):
         computed = subject.gradients(y if adapter.zeroes_padding else y.masked_fill(~valid[..., None], 0), x)
         checks: list[Check] = []
         total: dict[str, Tensor] = {}
-        for i, length in enumerate(lengths):
-            if length == 0:
-                continue
-            alone = subject.differentiable(plain[i : i + 1, :length])
-            z, after = subject.call(alone, row(before, subject, i))
-            checks.append(Pair(f"outputs of row {i}, padded and alone", y[i][valid[i]], z[0]))
-            weights = subject.gradients(_shifted(subject, z, n), alone)
-            for name, gradient in weights.items():
+
+        def alone() -> dict[int, tuple[Tensor, Any, dict[str, Tensor]]]:
+            results = {}
+            for i, length in enumerate(lengths):
+                if length > 0:
+                    part = subject.differentiable(plain[i : i + 1, :length])
+                    z, after = subject.call(part, subject.kept(row(before, subject, i)))
+                    results[i] = z[0].detach(), tree.detach(after), subject.gradients(_shifted(subject, z, n), part)
+            return results
+
+        for i, (z, after, computed_alone) in subject.remember(
+            ("padding", trial.way, lengths, before is None), alone
+        ).items():
+            checks.append(Pair(f"outputs of row {i}, padded and alone", y[i][valid[i]], z))
+            for name, gradient in computed_alone.items():
                 if name == "input 0":
                     got = computed[name][i][valid[i]]
                     checks.append(Pair(f"gradients of row {i}, padded and alone", got, gradient[0]))

@@ -33,7 +33,7 @@ class Segments(Law):
 
     def trials(self, subject: Subject, variant: str) -> Iterator[Trial]:
         """Yield splits of a long stream; four positions in one call follow."""
-        for way in splits(long(subject), subject.adapter.unit):
+        for way in splits(long(subject), subject.adapter.unit)[1:]:  # the first has single steps alone: see `Steps`
             yield full(2, *way, 4, variant=variant)
 
     @torch.no_grad()

@@ -16,7 +16,7 @@ from lit_effattn.generation.compiled import Step, Steps, program
 from lit_effattn.generation.sampling import generate
 from lit_effattn.nn.heads import CategoricalHead
 from lit_effattn.sequence import SequenceModule, tensors
-from tests.laws.cases import CAUSAL, Case
+from tests.laws.cases import CAUSAL, TRACED, Case
 from tests.laws.tools import each
 
 Made = tuple[SequenceModule, Callable[[Tensor], Tensor], CategoricalHead]
@@ -39,17 +39,6 @@ def step_of(made: Made, rows: int = 2, max_len: int = 64) -> tuple[Step, Tensor,
     state = made[0].initial_state(rows, max_len=max_len)
     leaves = [t.clone() for t in tensors(state)]
     return Step(*made, state), torch.zeros(rows, 1, dtype=torch.long), leaves
-
-
-# Sizes are symbols where a state grows, and the ∞-former's tables are made in its first call. That no step looks at a
-# number is tested for every kind in tests/laws/test_devices.py.
-TRACED = {
-    "SoftmaxAttention",
-    "SparseAttention-stride=4",
-    "LSHAttention-n_hashes=2-n_buckets=4-chunk_size=2",
-    "InfiniteAttention-mem_len=4-segment_len=3-n_basis=10-widths=(0.1,)-n_samples=7-sticky=True-n_bins=6-gate=True",
-    "Decoder",
-}
 
 
 @each(CAUSAL, TRACED)

@@ -466,3 +466,14 @@ CASES = [*ATTENTIONS, *CROSS, *STACKS]
 CAUSAL = [case for case in CASES if case.causal]
 EACH = {(type(subject(m := c.build())), m.causal, m.bounded_by): c.name for c in reversed(CASES)}.values()
 """The names of one case of each kind: causal or not, with a state that grows or not."""
+
+# Sizes are symbols where a state grows, and the ∞-former's tables are made in its first call. That no step looks at a
+# number is tested for every kind in test_devices.py.
+TRACED = {
+    "SoftmaxAttention",
+    "SparseAttention-stride=4",
+    "LSHAttention-n_hashes=2-n_buckets=4-chunk_size=2",
+    "InfiniteAttention-mem_len=4-segment_len=3-n_basis=10-widths=(0.1,)-n_samples=7-sticky=True-n_bins=6-gate=True",
+    "Decoder",
+}
+"""The names of the cases of which tests/generation/test_compiled.py traces a step."""

@@ -8,6 +8,7 @@ Sequences are several chunks, windows and memories long, for a law held within o
 import inspect
 import typing
 from contextlib import nullcontext
+from itertools import product
 
 import pytest
 import torch
@@ -25,7 +26,7 @@ from lit_effattn.laws import LawSuite
 from lit_effattn.laws.law import Law, run
 from lit_effattn.laws.round_trips import Compiled
 from lit_effattn.laws.subject import Subject, gradients, stream
-from tests.laws.cases import ATTENTIONS, CASES, CAUSAL, CROSS, EACH, ROTARY, STACKS, Case, CaseAdapter, subject
+from tests.laws.cases import ATTENTIONS, CASES, CAUSAL, CROSS, EACH, ROTARY, STACKS, TRACED, Case, CaseAdapter, subject
 from tests.laws.tools import assert_close, assert_same, copied, each, inputs
 
 
@@ -83,13 +84,8 @@ WRITTEN = {
 # is removed in `forward`, so there is one case for each `forward`.
 FORWARDS = {type(subject(c.build())).forward: c.name for c in reversed(CASES)}
 INDUCTOR = {"SoftmaxAttention", "LinearAttention-chunk_size=4", "Transformer-rotary-post"}
-# Steps are compiled of each kind. Calls that are long are of those with kernels or rings of their own.
-LONG_COMPILED = {
-    "PerformerAttention-chunk_size=4",
-    "KimiDeltaAttention-chunk_size=4",
-    "TransformerXLAttention-mem_len=700-chunk_size=4",
-    "LSTM",
-}
+# Steps are compiled of each kind that test_compiled.py does not trace. Long calls are of those with kernels.
+LONG_COMPILED = {"PerformerAttention-chunk_size=4", "KimiDeltaAttention-chunk_size=4"}
 # The kinds with a recurrent state share all but their gates. Slow laws are those of one with a decay for each head, and
 # of one with a decay for each channel.
 SHARING = {
@@ -127,14 +123,16 @@ class TestLaws(LawSuite):
         if law.name.startswith("compiled"):
             if name not in EACH or name == "EncoderDecoder":  # where it trains and where it generates
                 return None
-            quick = name in LONG_COMPILED if law.name == "compiled" else adapter.case not in STACKS
-            quick = quick and name not in SHARING and name in SLOWLY
+            steps = adapter.case not in STACKS and name in SLOWLY and name not in SHARING | TRACED
+            quick = name in LONG_COMPILED if law.name == "compiled" else steps
         elif law.name == "gradients":  # `test_equals_the_definition` compares those of the other options
             # Those of the norm of remembered inputs are compared here alone.
             quick = name in SLOWLY or name == "Transformer-raw-memories"
         elif law.name == "half-precision":
             once = adapter.case in STACKS or isinstance(adapter.case.build(), RecurrentAttention)
-            forms = ["long-bfloat16"] if once else ["long-bfloat16", "steps-bfloat16", "long-float16"]
+            forms = (
+                ["long-bfloat16"] if once or not adapter.causal else ["long-bfloat16", "steps-bfloat16", "long-float16"]
+            )
             # Where bins are drawn, rounding is seen most.
             quick = (
                 variant in forms and name not in SHARING
@@ -159,7 +157,7 @@ def test_compiled_by_inductor_equals_eager(case: Case):
 # ------------------------------------------------------------------------------------------- sizes, growth, refusals
 
 
-@each([case for case in CAUSAL if case not in CROSS])
+@each([case for case in CAUSAL if case not in CROSS], EACH)
 def test_a_state_that_was_donated_is_refused(case: Case):
     """Else the outputs would be of a cache that the first call has overwritten. A source is never overwritten."""
     module = case.build()
@@ -178,7 +176,7 @@ def test_a_state_that_was_donated_is_refused(case: Case):
             module(x, third)
 
 
-@each(CAUSAL)
+@each(CAUSAL, EACH)
 def test_sizes_are_final_with_max_len(case: Case):
     module = case.build()
     state = module.initial_state(2, max_len=case.long)
@@ -221,7 +219,7 @@ def test_a_grown_state_goes_on_as_one_that_was_made_larger(case: Case):
                 assert_close(stream(module, x[:, last:], [n - 1, 1], between)[0], expected)
 
 
-@each(CAUSAL)
+@each(CAUSAL, EACH)
 def test_a_state_that_has_room_is_not_copied(case: Case):
     """Nor is one that grows by itself."""
     module = case.build()
@@ -233,7 +231,7 @@ def test_a_state_that_has_room_is_not_copied(case: Case):
         assert all(a is b for a, b in zip(sequence.tensors(grown), sequence.tensors(state), strict=True))
 
 
-@each(CAUSAL)
+@each(CAUSAL, EACH)
 def test_a_grown_state_keeps_its_types(case: Case):
     """Those given to `initial_state`; a compiled step would be compiled again."""
     module = case.build()
@@ -241,7 +239,7 @@ def test_a_grown_state_keeps_its_types(case: Case):
     assert [t.dtype for t in sequence.tensors(module.grow(state, 999))] == [t.dtype for t in sequence.tensors(state)]
 
 
-@each(CAUSAL)
+@each(CAUSAL, EACH)
 def test_a_state_holds_no_more_than_it_counts(case: Case):
     """A view into something larger keeps all of that alive, uncounted, for as long as the state is carried."""
     module = case.build()
@@ -251,20 +249,18 @@ def test_a_state_holds_no_more_than_it_counts(case: Case):
     assert sum(held.values()) <= sequence.nbytes(state)
 
 
-@each([case for case in ATTENTIONS if case.causal])
-def test_growth_names_an_option_that_ends_it(case: Case):
-    module = case.build()
-    if module.bounded_by:
-        bounded = type(module)(8, 2, True, **{module.bounded_by: 4})
-        assert bounded.bounded_by is None
+def test_growth_names_an_option_that_ends_it():
+    for case in ATTENTIONS:
+        module = case.build()
+        if case.causal and module.bounded_by:
+            assert type(module)(8, 2, True, **{module.bounded_by: 4}).bounded_by is None
 
 
 @each(CAUSAL, EACH)
-@pytest.mark.parametrize("given_away", [False, True], ids=["kept", "donated"])
-def test_padding_takes_no_room(case: Case, given_away: bool):
+def test_padding_takes_no_room(case: Case):
     """Rows fill a state made with `max_len` to the last slot, in one call or in steps, beside rows that are full."""
     module = case.build()
-    for room in (2, case.unit + 2, 3 * case.unit):
+    for room, given_away in product((2, case.unit + 2, 3 * case.unit), (False, True)):
         held = torch.tensor([room, 0, room - 1, room // 2])
         x, more = inputs(module, 4, 2 * room + 1), inputs(module, 4, case.unit + 2, seed=1)
         last = sequence.valid_positions(room - held, room + 1)
@@ -284,7 +280,7 @@ def test_padding_takes_no_room(case: Case, given_away: bool):
                 assert_close(module(more, module.grow(state, room + more.size(1)))[0], later)
 
 
-@each(CAUSAL)
+@each(CAUSAL, EACH)
 def test_positions_beyond_the_room_are_refused(case: Case):
     """Of the row that has too many; kinds whose state does not grow take them."""
     module = case.build()
@@ -302,14 +298,14 @@ def test_positions_beyond_the_room_are_refused(case: Case):
                 module(x[:, :n], state, lengths)
 
 
-@each(CAUSAL)
-@pytest.mark.parametrize("rows", [1, 3])
-def test_a_state_of_other_rows_is_refused(case: Case, rows: int):
+@each(CAUSAL, EACH)
+def test_a_state_of_other_rows_is_refused(case: Case):
     """Broadcast, it would give every row the memory of one."""
     module = case.build()
-    _, state = module(inputs(module, rows, 3))
-    with pytest.raises(ValueError, match=f"x has 2 rows and the state {rows}"):
-        module(inputs(module, 2, 3), state)
+    for rows in (1, 3):
+        _, state = module(inputs(module, rows, 3))
+        with pytest.raises(ValueError, match=f"x has 2 rows and the state {rows}"):
+            module(inputs(module, 2, 3), state)
 
 
 # ----------------------------------------------------------------------------------------------------- the definition

@@ -46,19 +46,15 @@ def _pieces(case: Case) -> tuple[torch.Tensor, torch.Tensor, list[list[tuple[int
     return starts, lengths, [list(pairwise(b)) for b in borders]
 
 
-@pytest.mark.parametrize(
-    ("case", "carried"),
-    [
-        pytest.param(case, carried, id=f"{carried}-{case.name}", marks=() if quick else pytest.mark.exhaustive)
-        for carried in (False, True)
-        for case in PACKED
-        if case.causal or not carried
-        for quick in [carried == case.causal or case.name in EACH]
-    ],
-)
+@each(PACKED)
 @pytest.mark.usefixtures("_long_rows")
-def test_packed_is_alone(case: Case, carried: bool):
+def test_packed_is_alone(case: Case):
     """Outputs, gradients, states and auxiliary losses, without and after a state."""
+    for carried in (False, True) if case.causal and case.name in EACH else [case.causal]:
+        _check_packed(case, carried)
+
+
+def _check_packed(case: Case, carried: bool) -> None:
     module = case.build()
     starts, lengths, pieces = _pieces(case)
     padding = ~sequence.valid_positions(lengths, starts.size(1))
@@ -191,7 +187,7 @@ def test_without_the_state_outputs_gradients_and_losses_are_the_same(case: Case)
     assert sum(t.numel() for t in sequence.tensors(losses)) <= len(x) * len(sequence.losses_by_kind(state))
 
 
-@each(PACKED)
+@each(PACKED, quick=EACH)
 def test_a_piece_does_not_change_its_neighbours(case: Case):
     module = case.build()
     c = case.unit
@@ -209,12 +205,14 @@ def test_a_piece_does_not_change_its_neighbours(case: Case):
 WEIGHTED = [case for case in PACKED if isinstance(case.build(), Attention)]
 
 
-@each(WEIGHTED)
-@pytest.mark.parametrize("carried", [False, True])
-def test_a_position_gives_weight_to_its_own_sequence_alone(case: Case, carried: bool):
+@each(WEIGHTED, quick=EACH)
+def test_a_position_gives_weight_to_its_own_sequence_alone(case: Case):
     """The weights of each piece are those of the piece alone, in its columns; all others are 0."""
-    if carried and not case.causal:
-        return
+    for carried in (False, True)[: 1 + case.causal]:
+        _check_weights(case, carried)
+
+
+def _check_weights(case: Case, carried: bool) -> None:
     module = case.build()
     starts, lengths, pieces = _pieces(case)
     n = starts.size(1)

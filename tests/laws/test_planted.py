@@ -4,12 +4,14 @@ import json
 import re
 import xml.etree.ElementTree as ET
 from functools import partial
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-from lit_effattn.laws import LAWS, Adapter, BrokenLawError, FunctionAdapter, check
+from lit_effattn.laws import LAWS, Adapter, BrokenLawError, FunctionAdapter, LawSuite, check
 from lit_effattn.laws.comparison import TOLERANCES, Pair, difference
 from tests.laws.planted import Mixer, MixerAdapter
 from tests.laws.planted_sum import SumAdapter
@@ -280,3 +282,30 @@ def test_a_stack_shrinks_to_the_layer_with_the_bug():
     assert result.status == "broken"
     assert result.module == "Stack of ['positions from 0']"
     assert check(Stack("", ""), laws=["steps"]).ok
+
+
+def test_a_suite_names_each_law_that_fails(monkeypatch: pytest.MonkeyPatch):
+    """In one test an adapter, for every planted bug."""
+    monkeypatch.setattr("lit_effattn.laws.suite.SECONDS", 0)
+    planted = [(MixerAdapter(bug), of_bug) for bug, (of_bug, _) in BUGS.items()]
+    planted += [(SumAdapter(bug), [law]) for bug, (law, _) in BUGS_OF_SUM.items()]
+
+    class Suite(LawSuite):
+        adapters = tuple(adapter for adapter, _ in planted)
+
+        @classmethod
+        def marks(cls, adapter, law, variant):
+            return () if law.name in (*dict(planted)[adapter], "alive") else None
+
+    made: list[Any] = []
+    Suite().pytest_generate_tests(SimpleNamespace(fixturenames=["law_case"], parametrize=lambda _, c: made.extend(c)))
+    assert [case.id for case in made] == [adapter.name for adapter in Suite.adapters]
+    for case, (_, of_bug) in zip(made, planted, strict=True):
+        with pytest.raises(AssertionError) as raised:
+            Suite().test_laws(*case.values)
+        first, *rest = str(raised.value).splitlines()
+        named = first.partition(": ")[2].split(", ")
+        described = [line.split(":")[0] for line in rest if line.endswith("but:")]
+        assert len(described) == len(named)
+        assert all(name.startswith(law) for name, law in zip(named, described, strict=True))
+        assert set(of_bug) <= set(described)

@@ -422,9 +422,10 @@ def test_pytorch_says_how_factors_are_rounded(monkeypatch: pytest.MonkeyPatch):
             assert linear_triton._precision(*factors) == expected
 
 
-@pytest.mark.parametrize("precision", ["highest", "high", "medium"])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-@pytest.mark.parametrize("width", [pytest.param(width, marks=on_gpu) for width in (32, 64, 128)])
+@pytest.mark.parametrize(
+    ("dtype", "precision"), [(torch.bfloat16, "medium"), (torch.float16, "high"), (torch.float32, "highest")]
+)
+@pytest.mark.parametrize("width", [pytest.param(width, marks=on_gpu) for width in (32, 128)])
 def test_long_sequences_on_the_gpu(dtype: torch.dtype, precision: str, width: int):
     exact = dtype == torch.float32 and precision == "highest"
     rtol = 1e-4 if exact else 3e-2

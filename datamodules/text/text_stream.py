@@ -338,7 +338,7 @@ def saved_tokenizer(checkpoint: str | Path) -> Tokenizer:
     try:
         settings = read_outline(checkpoint).get("hyper_parameters")
     except FileNotFoundError as error:
-        raise FileNotFoundError(f"{named}: {error}; name a checkpoint") from error
+        raise FileNotFoundError(f"{named}: there is no such file; name a checkpoint, or model:NAME") from error
     except ValueError as error:
         raise ValueError(f"{named} can't be read as a checkpoint: {error}") from error
     spec = settings.get("tokenizer") if isinstance(settings, dict) else None

@@ -15,6 +15,7 @@ from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 
+from lit_effattn.attention.positions import n_positions
 from lit_effattn.checkpoints.printable import printable
 from lit_effattn.checkpoints.runs import short
 from lit_effattn.checks import probabilities
@@ -556,6 +557,12 @@ class LanguageModel(Task):
         first = [tokenizer.start] if kept is None else []
         tokens = torch.tensor([[*first, *tokenizer.encode(begin).tolist()]], dtype=torch.long)
         n = n if kept is None else len(kept.tokens)
+        room = self._room(tokens.shape[1], kept)
+        if room is not None and room < 1:
+            raise ValueError(
+                f"the prompt has {1 - room} positions more than the model has, {self._room(1)}; shorten it"
+            )
+        asked, n_tokens = n_tokens, n_tokens if room is None else min(n_tokens, room)
         if begin and not begin[-1].isspace():
             begin += tokenizer.separator
         shown = Decoded(tokenizer, begin) if n in (None, 1) and beam is None else None
@@ -587,18 +594,50 @@ class LanguageModel(Task):
             print(*map(printable, numbered), sep="\n")
         path = folder() / "samples.txt"
         path.write_text("\n\n".join(numbered), encoding="utf-8")
-        return f"text: {short(path)}"
+        ends = f"{n_tokens} tokens of {asked}: the model has {self._room(1)} positions\n" if n_tokens < asked else ""
+        return f"{ends}text: {short(path)}"
+
+    def _room(self, n: int, kept: Kept | None = None) -> int | None:
+        """Return how many tokens the model's positions leave after `n` tokens that go on from `kept`; None: any number.
+
+        The last token drawn is not read.
+        """
+        limit = n_positions(self.backbone)
+        if limit is None:
+            return None
+        if kept is not None:
+            n += int(kept.state.length.max()) + kept.tokens.shape[1]
+        return limit + 1 - n
 
     def _continue_file(self, path: Path, folder: Callable[[], Path], n_tokens: int, **how: Any) -> str:
-        """Continue the prompts of a file, write the samples, and return the message."""
+        """Continue the prompts of a file, write the samples, and return the message.
+
+        Raises:
+            ValueError: If the model has too few positions for a prompt or its tokens. The samples are written before.
+        """
         prompts, tokenizer = read_prompts(path), self.text
         for prompt in prompts:
             _check_known(tokenizer, prompt.text)
         tokens = [torch.tensor([tokenizer.start, *tokenizer.encode(p.text).tolist()]) for p in prompts]
-        drawn = self.sample_each(tokens, [p.n_tokens or n_tokens for p in prompts], **how)
-        samples = [[tokenizer.decode(row.numpy()) for row in of_prompt.cpu()] for of_prompt in drawn]
+        asked = [p.n_tokens or n_tokens for p in prompts]
+        rooms = [self._room(len(prompt)) for prompt in tokens]
+        limits = [n if room is None else max(0, min(n, room)) for n, room in zip(asked, rooms, strict=True)]
+        if max(map(len, tokens)) + max(limits) > (self._room(0) or math.inf):  # all rows of a batch are as long
+            how["batch_size"] = 1
+        fits = [i for i, limit in enumerate(limits) if limit]
+        drawn = self.sample_each([tokens[i] for i in fits], [limits[i] for i in fits], **how) if fits else []
+        samples: list[list[str]] = [[] for _ in prompts]
+        for i, rows in zip(fits, drawn, strict=True):
+            samples[i] = [tokenizer.decode(row.numpy()) for row in rows.cpu()]
         written = folder() / "samples.jsonl"
         write_continued(prompts, samples, written)
+        cut = [prompts[i].text for i in range(len(prompts)) if limits[i] < asked[i]]
+        if cut:
+            raise ValueError(
+                f"{len(cut)} of {len(prompts)} prompts have fewer tokens than asked for, since the model has "
+                f"{self._room(1)} positions: {', '.join(repr(text[:30]) for text in cut[:3])}; give fewer tokens "
+                f"or shorter prompts. {short(written)} has the rest"
+            )
         return f"{sum(map(len, samples))} texts: {short(written)}"
 
     def _kept(self, state: str | None, n: int | None, beam: int | None, save_state: str | None) -> Kept | None:

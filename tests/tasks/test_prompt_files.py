@@ -1,8 +1,15 @@
 import json
+import re
 from pathlib import Path
 
 import pytest
+import torch
 
+from lit_effattn import LanguageModel, Transformer
+from lit_effattn.attention import LinearAttention
+from lit_effattn.attention.positions import LearnedPositions
+from lit_effattn.datamodules.text.tokenizers import ByteTokenizer
+from lit_effattn.generation.sampling import Sampling
 from lit_effattn.tasks.prompt_files import Prompt, read_prompts, write_continued
 
 
@@ -62,3 +69,30 @@ def test_samples_are_json_lines(tmp_path: Path):
         {"prompt": "a\n", "samples": ["1", "2"]},
         {"prompt": "b", "samples": ["\u00e0"]},
     ]
+
+
+def test_a_model_with_few_positions_gives_what_it_can(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    """16 positions take <start>, a prompt of P bytes and all tokens but the last: 16 - P are drawn."""
+    backbone = Transformer(
+        8, 2, 1, attention=LinearAttention, positions=lambda width: LearnedPositions(width, max_len=16)
+    )
+    model = LanguageModel(backbone, 257, tokenizer=ByteTokenizer().to_json()).eval()
+    how = {"n": None, "sampling": Sampling(temperature=0), "progress": iter}
+    whole = model.sample(torch.tensor([[256, *b"abc"]]), 13, temperature=0)
+    state = tmp_path / "a.state"
+    said = model.write_samples(lambda: tmp_path, prompt="abc", n_tokens=99, **how)
+    assert said.startswith("13 tokens of 99: the model has 16 positions\ntext: ")
+    expected = "abc" + ByteTokenizer().decode(whole[0].numpy())
+    assert (tmp_path / "samples.txt").read_text(encoding="utf-8") == f"--- 1\n{expected}"
+    model.write_samples(lambda: tmp_path, prompt="abc", n_tokens=4, save_state=str(state), **how)
+    assert model.write_samples(lambda: tmp_path, state=str(state), n_tokens=99, **how).startswith("9 tokens of 99")
+    with pytest.raises(ValueError, match="the prompt has 4 positions more than the model has, 16; shorten it"):
+        model.write_samples(lambda: tmp_path, prompt="b" * 20, n_tokens=1, **how)
+    path = written(tmp_path, f"abc\n{'b' * 20}\nabcdefgh\n".encode())
+    message = "2 of 3 prompts have fewer tokens than asked for, since the model has 16 positions: 'bbbbb"
+    with pytest.raises(ValueError, match=re.escape(message)):
+        model.write_samples(lambda: tmp_path, prompts_file=str(path), n_tokens=13, **how)
+    entries = [json.loads(line) for line in (tmp_path / "samples.jsonl").read_text(encoding="utf-8").splitlines()]
+    assert ["abc" + text for text in entries[0]["samples"]] == [expected]
+    assert entries[1]["samples"] == []
+    assert len(entries[2]["samples"]) == 1

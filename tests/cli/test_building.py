@@ -1,0 +1,100 @@
+"""What the command builds: the model, its data and the trainer; nothing is trained."""
+
+import copy
+import pickle
+from pathlib import Path
+from typing import Any, ClassVar
+
+import lightning.pytorch as pl
+import pytest
+import torch
+
+from lit_effattn.cli import main
+from lit_effattn.cli.command import CLI
+from lit_effattn.cli.failures import explained, in_flags
+from tests.support.commands import fails
+
+TINY = [
+    *("fit", "--config", "digits_linear", "--model.backbone.n_layers", "1", "--model.backbone.d_model", "16"),
+    *("--trainer.max_steps", "1", "--trainer.limit_val_batches", "1", "--trainer.enable_progress_bar", "false"),
+    *("--trainer.logger", "false"),
+]
+
+
+class Loaders(pl.LightningDataModule):
+    """Counts the loaders that are asked for."""
+
+    asked: ClassVar[list[str]] = []
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.image_shape, self.n_levels = (2, 2, 1), 4
+
+    def train_dataloader(self) -> Any:
+        self.asked.append("train")
+        return torch.utils.data.DataLoader(torch.randint(4, (8, 4), dtype=torch.uint8), batch_size=4)
+
+    val_dataloader = train_dataloader
+
+
+@pytest.fixture(autouse=True)
+def _in_an_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+def built(monkeypatch: pytest.MonkeyPatch, *args: str) -> CLI:
+    made: list[CLI] = []
+    with monkeypatch.context() as patch:
+        patch.setattr(CLI, "_run_subcommand", lambda self, _: made.append(self))
+        main([*TINY, *args])
+    return made[0]
+
+
+def test_a_model_of_the_command_can_be_copied_and_pickled(monkeypatch: pytest.MonkeyPatch):
+    """Its factories are of the classes alone, with the options that were given."""
+    model = built(monkeypatch, "--model.optimizer", "torch.optim.AdamW", "--model.optimizer.lr", "0.25").model
+    for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert all(map(torch.equal, model.parameters(), other.parameters()))
+        optimizer = other.configure_optimizers()
+        optimizer = optimizer["optimizer"] if isinstance(optimizer, dict) else optimizer
+        assert type(optimizer) is torch.optim.AdamW
+        assert optimizer.param_groups[0]["initial_lr"] == 0.25
+
+
+def test_no_loader_is_built_before_training(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(Loaders, "asked", asked := [])
+    cli = built(monkeypatch, "--data", f"{__name__}.Loaders")
+    assert cli.model.image_shape == (2, 2, 1)
+    assert asked == []
+
+
+def test_a_configuration_has_what_callbacks_were_given(monkeypatch: pytest.MonkeyPatch):
+    """Words of an enumeration, and functions that are named."""
+    pruning = "{class_path: ModelPruning, init_args: {pruning_fn: l1_unstructured}}"
+    settings = built(monkeypatch, "--trainer.callbacks", f"[Timer, {pruning}]").settings()
+    timer, pruning = (callback["init_args"] for callback in settings["trainer"]["callbacks"])
+    assert (timer["interval"], pruning["pruning_fn"]) == ("step", "l1_unstructured")
+
+
+@pytest.mark.parametrize(
+    ("flags", "code", "words"),
+    [
+        (["--trainer.val_check_interval", "0"], 1, "--trainer.val_check_interval 0: give at least 1"),
+        (["--trainer.max_steps", "0"], 1, "--trainer.max_steps 0: give at least 1, or -1 for no limit"),
+        (["--trainer.max_time", "{second: 3}"], 1, "the trainer can't be built: 'second' is an invalid keyword"),
+        (["--trainer.callbacks", "LearningRateFinder"], 1, "LearningRateFinder sets an attribute that nothing here"),
+        (["--config", "twice.yaml"], 1, "the key 'trainer' is there twice, in lines 1 and 3; join them"),
+        (["--model.backbone", "{d_model: 1, d_model: 2}"], 2, "model.backbone can't be read: the key 'd_model' is th"),
+    ],
+    ids=lambda value: value[-1] if isinstance(value, list) else "",
+)
+def test_mistakes_are_one_line(flags: list[str], code: int, words: str, capsys: pytest.CaptureFixture[str]):
+    Path("twice.yaml").write_text("trainer: {max_steps: 1}\nseed_everything: 1\ntrainer: {max_epochs: 1}\n")
+    assert words in fails(capsys, *TINY, *flags, code=code)
+
+
+def test_messages_of_libraries_name_the_flag():
+    text = "When using an `IterableDataset`, `Trainer(overfit_batches)` must be `1.0` or an int."
+    assert in_flags(text).startswith("--trainer.overfit_batches must be a number of batches")
+    text = "SparseAdam does not support dense gradients, please consider Adam instead"
+    assert explained(RuntimeError(text), "fit") == f"--model.optimizer: {text}"

@@ -93,7 +93,9 @@ def refused(run: Path, args: list[str], words: str) -> None:
     trainer = Trainer(accelerator="cpu", devices=1, logger=False, enable_progress_bar=False, default_root_dir=run)
     given = {name.removeprefix("--"): text for name, text in zip(args[::2], args[1::2], strict=True)}
     texts = ("prompt", "prompt_file", "prompts_file", "state", "save_state", "length_norm")
-    options: Any = {name: text if name in texts else yaml.safe_load(text) for name, text in given.items()}
+    numbers = ("temperature", "length_penalty", "complete")
+    kinds: Any = dict.fromkeys(texts, str) | dict.fromkeys(numbers, float)
+    options = {name: kinds.get(name, int)(text) for name, text in given.items()}
     with pytest.raises((ValueError, OSError), match=re.escape(words)):
         trainer.generate(model, **options)
 

@@ -46,9 +46,8 @@ def complaint(*args: str, trainer: bool = False) -> str:
     return message
 
 
-@pytest.mark.parametrize(
-    ("args", "place", "owner", "name", "suggestion"),
-    [
+def test_an_unknown_option():
+    for args, place, owner, name, suggestion in (
         (["--model.backbone.d_mode=8"], "model.backbone", "Transformer", "d_mode", "d_model"),
         (["--model.embeding_std=8"], "model", "PixelModel", "embeding_std", "embedding_std"),
         (["--model.head=MixtureOfLogisticsHead", "--model.head.mixtures=5"], "model.head", "", "mixtures", ""),
@@ -76,13 +75,11 @@ def complaint(*args: str, trainer: bool = False) -> str:
             "cutofs",
             "cutoffs",
         ),
-    ],
-)
-def test_an_unknown_option(args: list[str], place: str, owner: str, name: str, suggestion: str):
-    message = complaint(*MODEL, *args)
-    assert message.startswith(f"{place}: {owner}")
-    assert f"has no option '{name}'" in message
-    assert f"did you mean {suggestion}" in message
+    ):
+        message = complaint(*MODEL, *args)
+        assert message.startswith(f"{place}: {owner}")
+        assert f"has no option '{name}'" in message
+        assert f"did you mean {suggestion}" in message
 
 
 def test_an_unknown_option_like_none_lists_those_there_are():
@@ -92,9 +89,8 @@ def test_an_unknown_option_like_none_lists_those_there_are():
     assert "self" not in message
 
 
-@pytest.mark.parametrize(
-    ("arg", "place", "name", "suggestion"),
-    [
+def test_an_unknown_class():
+    for arg, place, name, suggestion in (
         ("--model=PixelModle", "model", "PixelModle", "PixelModel"),
         ("--data=PixelSequence", "data", "PixelSequence", "PixelSequences"),
         ("--model.backbone=Transformr", "model.backbone", "Transformr", "Transformer"),
@@ -110,11 +106,9 @@ def test_an_unknown_option_like_none_lists_those_there_are():
         ("--model.embedding=AdaptiveEmbeding", "model.embedding", "AdaptiveEmbeding", "AdaptiveEmbedding"),
         ("--model.optimizer=AdamX", "model.optimizer", "AdamX", "Adam"),
         ("--model.lr_scheduler=WarmupCos", "model.lr_scheduler", "WarmupCos", "WarmupCosine"),
-    ],
-)
-def test_an_unknown_class(arg: str, place: str, name: str, suggestion: str):
-    message = complaint(*(TEXT if "embedding" in arg else MODEL), arg)
-    assert message == f"{place}: there is no class '{name}'; did you mean {suggestion}?"
+    ):
+        message = complaint(*(TEXT if "embedding" in arg else MODEL), arg)
+        assert message == f"{place}: there is no class '{name}'; did you mean {suggestion}?"
 
 
 def test_an_unknown_class_like_none_lists_those_there_are():
@@ -129,9 +123,8 @@ def test_an_unknown_class_like_none_lists_those_there_are():
     assert {"DeltaNetAttention", "LinearAttention"} <= {*listed}
 
 
-@pytest.mark.parametrize(
-    ("args", "place", "value", "expected"),
-    [
+def test_a_value_of_the_wrong_kind():
+    for args, place, value, expected in (
         (["--model.backbone.d_model=abc"], "model.backbone.d_model", "abc", ["int"]),
         (["--model.backbone.d_model=8.5"], "model.backbone.d_model", "8.5", ["int"]),
         (["--model.backbone.dropout=much"], "model.backbone.dropout", "much", ["float"]),
@@ -168,29 +161,24 @@ def test_an_unknown_class_like_none_lists_those_there_are():
             "heavy",
             ["float"],
         ),
-    ],
-)
-def test_a_value_of_the_wrong_kind(args: list[str], place: str, value: str, expected: list[str]):
-    message = complaint(*MODEL, *args)
-    assert message.startswith(f"{place}={value} is not "), message
-    for word in expected:
-        assert word in message
+    ):
+        message = complaint(*MODEL, *args)
+        assert message.startswith(f"{place}={value} is not "), message
+        for word in expected:
+            assert word in message
 
 
-@pytest.mark.parametrize(
-    ("arg", "words"),
-    [
+def test_options_of_the_trainer():
+    for arg, words in (
         ("--trainer.max_epochs=many", ["trainer.max_epochs", "many", "int"]),
         ("--trainer.gradient_clip_val=[", ["trainer.gradient_clip_val"]),
         ("--trainer.callbacks=[{class_path: SampleGrid, init_args: {n_sample: 3}}]", ["SampleGrid", "n_sample"]),
         ("--trainer.callbacks=[SampleGrit]", ["SampleGrit", "did you mean SampleGrid?"]),
         ("--trainer.max_epox=3", ["--trainer.max_epox"]),
-    ],
-)
-def test_options_of_the_trainer(arg: str, words: list[str]):
-    message = complaint(arg, trainer=True)
-    for word in words:
-        assert word in message
+    ):
+        message = complaint(arg, trainer=True)
+        for word in words:
+            assert word in message
 
 
 def test_an_option_of_a_class_that_was_not_named():

@@ -126,6 +126,7 @@ def test_every_configuration_takes_every_kind(
         assert words in fails(capsys, *given)
 
 
+@pytest.mark.exhaustive  # every kind takes a step above; full sizes are built in test_paper_sizes.py
 @every_case
 @pytest.mark.filterwarnings("ignore")
 def test_every_configuration_can_be_built_with_every_kind_at_full_size(

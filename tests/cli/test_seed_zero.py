@@ -10,10 +10,8 @@ from tests.seed_zero import RUNS, STORED, as_stored, drawn
 KEPT = json.loads(STORED.read_text(encoding="utf-8"))
 SHORT = (
     "copy_lsh4",
-    "digits_classes_linear",
     "digits_performer",
     "g2p_linear",
-    "photos_smoke",
     "sorting_small_sticky",
     "timit_bilstm",
 )

@@ -32,9 +32,8 @@ def test_the_folder_of_all_runs_is_the_default():
     assert stated_root(arguments("007", {}, "--trainer", "{default_root_dir: mine}")) == Path("mine")
 
 
-@pytest.mark.parametrize(
-    ("flags", "name"),
-    [
+def test_what_flags_swap_is_in_the_name():
+    for flags, name in (
         ("", "a"),
         ("--model.backbone.attention ShawAttention", "a+ShawAttention"),
         ("--model.backbone.attention=my_module.MyAttention", "a+MyAttention"),
@@ -48,13 +47,11 @@ def test_the_folder_of_all_runs_is_the_default():
         ("--model.backbone.attention ShawAttention --model.backbone.attention.window 9", "a+ShawAttention"),
         ("--model.backbone.d_model 64 --model.backbone.positions RotaryPositions", "a"),
         ("--model.backbone.attention [", "a"),  # jsonargparse reports it
-    ],
-)
-def test_what_flags_swap_is_in_the_name(flags: str, name: str):
-    assert root_of(arguments("runs/a", {"a": FILE}, *flags.split())) == Path("runs", name)
-    assert root_of(arguments("runs/a", {}, *flags.split())) == Path("runs/a")
-    by_flag = ["--trainer.default_root_dir", "mine/a"]
-    assert root_of(arguments("runs/a", {"a": FILE}, *flags.split(), *by_flag)) == Path("mine/a")
+    ):
+        assert root_of(arguments("runs/a", {"a": FILE}, *flags.split())) == Path("runs", name)
+        assert root_of(arguments("runs/a", {}, *flags.split())) == Path("runs/a")
+        by_flag = ["--trainer.default_root_dir", "mine/a"]
+        assert root_of(arguments("runs/a", {"a": FILE}, *flags.split(), *by_flag)) == Path("mine/a")
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 import json
 import re
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -74,7 +75,7 @@ def test_samples_are_json_lines(tmp_path: Path):
 def test_a_model_with_few_positions_gives_what_it_can(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     """16 positions take <start>, a prompt of P bytes and all tokens but the last: 16 - P are drawn."""
     backbone = Transformer(
-        8, 2, 1, attention=LinearAttention, positions=lambda width: LearnedPositions(width, max_len=16)
+        8, 2, 1, attention=LinearAttention, positions=partial(LearnedPositions, max_len=16)
     )
     model = LanguageModel(backbone, 257, tokenizer=ByteTokenizer().to_json()).eval()
     how = {"n": None, "sampling": Sampling(temperature=0), "progress": iter}

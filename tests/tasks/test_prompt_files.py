@@ -74,11 +74,9 @@ def test_samples_are_json_lines(tmp_path: Path):
 
 def test_a_model_with_few_positions_gives_what_it_can(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     """16 positions take <start>, a prompt of P bytes and all tokens but the last: 16 - P are drawn."""
-    backbone = Transformer(
-        8, 2, 1, attention=LinearAttention, positions=partial(LearnedPositions, max_len=16)
-    )
+    backbone = Transformer(8, 2, 1, attention=LinearAttention, positions=partial(LearnedPositions, max_len=16))
     model = LanguageModel(backbone, 257, tokenizer=ByteTokenizer().to_json()).eval()
-    how = {"n": None, "sampling": Sampling(temperature=0), "progress": iter}
+    how = {"datamodule": None, "n": None, "sampling": Sampling(temperature=0), "progress": iter}
     whole = model.sample(torch.tensor([[256, *b"abc"]]), 13, temperature=0)
     state = tmp_path / "a.state"
     said = model.write_samples(lambda: tmp_path, prompt="abc", n_tokens=99, **how)

@@ -76,6 +76,8 @@ def plain(report: str) -> str:
     option = _option(report)
     if match := re.search(r"class_path '(?:\w+\.)*(\w+)'.*\n?.*Requirement '([^']+)' not met", report):
         return f"{match[1]} needs a package that is not installed: pip install '{match[2]}'"
+    if match := re.search(r"the key '.*' is there twice, .*; join them", report):
+        return f"{option} can't be read: {match[0]}"
     value = _value(report)
     if match := re.search(r"Option '([^']+)' is not accepted", report):
         refusing = re.findall(rf"class_path '([^']+)':\s+Option '{re.escape(match[1])}' is", report)

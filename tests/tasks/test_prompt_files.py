@@ -82,7 +82,7 @@ def test_a_model_with_few_positions_gives_what_it_can(tmp_path: Path, capsys: py
     said = model.write_samples(lambda: tmp_path, prompt="abc", n_tokens=99, **how)
     assert said.startswith("13 tokens of 99: the model has 16 positions\ntext: ")
     expected = "abc" + ByteTokenizer().decode(whole[0].numpy())
-    assert (tmp_path / "samples.txt").read_text(encoding="utf-8") == f"--- 1\n{expected}"
+    assert (tmp_path / "samples.txt").read_bytes().decode() == f"--- 0\n{expected}"
     model.write_samples(lambda: tmp_path, prompt="abc", n_tokens=4, save_state=str(state), **how)
     assert model.write_samples(lambda: tmp_path, state=str(state), n_tokens=99, **how).startswith("9 tokens of 99")
     with pytest.raises(ValueError, match="the prompt has 4 positions more than the model has, 16; shorten it"):

@@ -19,7 +19,7 @@ from tests.test_docs import FENCE, PAGES, block
 
 pytestmark = pytest.mark.exhaustive
 
-WITHOUT_DATA = {"librispeech_linear", "cmudog_infinite"}
+WITHOUT_DATA = {"librispeech_linear", "cmudog_infinite", "fashion_linear", "fashion_classes_linear"}
 """Configurations whose commands are only parsed."""
 
 LAUNCHED = re.compile(r"(?:lit-effattn (?=.*--trainer\.dev)|srun lit-effattn |torchrun .* -m lit_effattn\.cli )(.*)")

@@ -4,11 +4,11 @@ import hashlib
 import json
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
-from importlib.util import find_spec
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from lit_effattn.datamodules.common import hugging_face
 from lit_effattn.datamodules.common.faults import Fault, Faults
 from lit_effattn.datamodules.common.files import open_utf8
 from lit_effattn.datamodules.common.json_data import parse_json
@@ -123,11 +123,7 @@ def huggingface(path: str, subset: str | None, source_column: str, target_column
     Raises:
         ValueError: If `datasets` is not installed, or there is no split train with these columns.
     """
-    if find_spec("datasets") is None:
-        raise ValueError("corpus='huggingface' needs the package datasets: pip install 'lit-effattn[huggingface]'")
-    import datasets
-
-    loaded = datasets.load_dataset(path, subset)
+    loaded = hugging_face.load("corpus='huggingface'", path, subset)
     has = loaded["train"].column_names if "train" in loaded else []
     columns = [column if column in has else column.split(".")[0] for column in (source_column, target_column)]
     if not set(columns) <= set(has):

@@ -5,13 +5,13 @@ from codecs import BOM_UTF8
 from collections.abc import Callable, Iterable, Iterator
 from fnmatch import fnmatchcase
 from functools import partial
-from importlib.util import find_spec
 from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
+from lit_effattn.datamodules.common import hugging_face
 from lit_effattn.datamodules.common.archives import unpack_zip
 from lit_effattn.datamodules.common.faults import Fault, Faults
 from lit_effattn.datamodules.common.files import shown, text_encoding, walk_splits
@@ -268,11 +268,7 @@ def huggingface(path: str, subset: str | None, column: str) -> TextSource:
     Raises:
         ValueError: If `datasets` is not installed, or there is no split train with this column.
     """
-    if find_spec("datasets") is None:
-        raise ValueError("source='huggingface' needs the package datasets: pip install 'lit-effattn[huggingface]'")
-    import datasets
-
-    loaded = datasets.load_dataset(path, subset)
+    loaded = hugging_face.load("source='huggingface'", path, subset)
     if "train" not in loaded or column not in loaded["train"].column_names:
         columns = {name: rows.column_names for name, rows in loaded.items()}
         raise ValueError(f"path={path!r} has no column={column!r} in a split 'train'; it has {columns}")

@@ -6,6 +6,7 @@ import re
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from importlib.util import find_spec
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
 
 EOS = "<eos>"
 UNK = "<unk>"
+_MOST_TOKENS = 1024  # tokens of a character; a byte of a normal vocabulary is one
 _LONGEST = 10_000  # characters of a word for byte-pair encoding; longer ones are cut
 _LONG = re.compile(rf"\S{{{_LONGEST}}}(?=\S)")
 _MOST_OF_LONG = 2_000_000  # characters of lines with longer words that byte pairs are learnt from
@@ -331,10 +333,8 @@ class BPETokenizer(Tokenizer):
         _need_tokenizers()
         import tokenizers
 
-        try:
+        with _as_value_error(f"model={model[:80]!r} is not a model of byte pairs"):
             self._model = tokenizers.Tokenizer.from_str(model)
-        except Exception as error:  # the package raises no more specific type
-            raise ValueError(f"model={model[:80]!r} is not a model of byte pairs: {error}") from error
         super().__init__(self._model.get_vocab_size() + 1)
 
     def encode(self, text: str | bytes) -> np.ndarray:
@@ -451,10 +451,8 @@ class PretrainedTokenizer(_ModelTokenizer):
         _need_tokenizers("a pretrained tokenizer")
         import tokenizers
 
-        try:
+        with _as_value_error("the content of tokenizer.json does not describe a tokenizer"):
             self._model = tokenizers.Tokenizer.from_str(json.dumps(model))
-        except Exception as error:  # the package raises no more specific type
-            raise ValueError(f"the content of tokenizer.json does not describe a tokenizer: {error}") from error
         super().__init__(n_tokens, start, end, files)
         self._check(largest=max(self._model.get_vocab(with_added_tokens=True).values(), default=-1))
         self._model.no_truncation()
@@ -468,7 +466,10 @@ class PretrainedTokenizer(_ModelTokenizer):
         return np.array(self._ids(_as_str(text)), np.uint32)
 
     def _ids(self, text: str) -> list[int]:
-        ids: list[int] = self._model.encode(text, add_special_tokens=False).ids
+        with _as_value_error("tokenizer.json can't encode a text"):
+            ids: list[int] = self._model.encode(text, add_special_tokens=False).ids
+        if len(ids) > _MOST_TOKENS * (len(text) + 1):
+            raise ValueError(f"tokenizer.json makes {len(ids):,} tokens of {len(text):,} characters; use another one")
         return ids
 
     def decode(self, ids: Iterable[int]) -> str:
@@ -604,6 +605,17 @@ def check_vocabulary(vocab_size: int | None, **tokens: str) -> None:
     if vocab_size is not None and not _LEAST.keys() & tokens.values():
         kinds = " and ".join(f"{name}={kind!r}" for name, kind in tokens.items())
         raise ValueError(f"vocab_size={vocab_size} does not apply to {kinds}; leave it out")
+
+
+@contextmanager
+def _as_value_error(message: str) -> Iterator[None]:
+    """Replace the errors of `tokenizers`, which has no types of its own and whose panics are no `Exception`."""
+    try:
+        yield
+    except (KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as error:
+        raise ValueError(f"{message}: {' '.join(str(error).split())[:200]}") from error
 
 
 def _need_tokenizers(what: str = "tokens='bpe'") -> None:

@@ -30,13 +30,13 @@ def write_rows(folder, names, row, n):
         (folder / f"{name}.jsonl").write_text("\n".join(json.dumps(row(name, i)) for i in range(n)))
 
 
-def fake_datasets(monkeypatch, module):
-    """Replace `datasets` for the sources of a module."""
+def fake_datasets(monkeypatch):
+    """Replace `datasets`."""
 
     def load_dataset(path, subset):
         assert subset is None
         files = {file.stem: file for file in Path(path).glob("*.jsonl")}
         return {name: _Rows(json.loads(line) for line in file.open()) for name, file in files.items()}
 
-    monkeypatch.setattr(f"lit_effattn.datamodules.{module}.sources.find_spec", lambda name: True)
-    monkeypatch.setitem(sys.modules, "datasets", SimpleNamespace(load_dataset=load_dataset))
+    monkeypatch.setattr("lit_effattn.datamodules.common.hugging_face.find_spec", lambda name: True)
+    monkeypatch.setitem(sys.modules, "datasets", SimpleNamespace(load_dataset=load_dataset, __version__="4.0.0"))

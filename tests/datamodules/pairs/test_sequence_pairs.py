@@ -353,7 +353,7 @@ def test_json_lines(tmp_path):
 )
 def test_huggingface(tmp_path, monkeypatch, names, real):
     if not real:
-        fake_datasets(monkeypatch, "pairs")
+        fake_datasets(monkeypatch)
     write_rows(tmp_path / "rows", names, lambda n, i: {"translation": {"en": f"{n} {i}", "de": str(i)}, "id": i}, 60)
     options = {"corpus": "huggingface", "path": str(tmp_path / "rows")}
     columns = {"source_column": "translation.en", "target_column": "translation.de"}

@@ -354,7 +354,7 @@ def test_the_byte_of_a_long_file_is_named(tmp_path, monkeypatch):
 )
 def test_huggingface_rows_are_documents(tmp_path, monkeypatch, names, real):
     if not real:
-        fake_datasets(monkeypatch, "text")
+        fake_datasets(monkeypatch)
     write_rows(tmp_path / "rows", names, lambda name, i: {"story": f"{name} {i}" if i % 7 else ""}, 50)
     data = ready(source="huggingface", path=str(tmp_path / "rows"), column="story", segment_len=4, batch_size=2)
     rows = {name: [f"{name} {i}" for i in range(50) if i % 7] for name in names}
@@ -370,7 +370,7 @@ def test_huggingface_rows_are_documents(tmp_path, monkeypatch, names, real):
 
 
 def test_huggingface_without_its_package_names_the_extra(monkeypatch):
-    monkeypatch.setattr("lit_effattn.datamodules.text.sources.find_spec", lambda name: None)
+    monkeypatch.setattr("lit_effattn.datamodules.common.hugging_face.find_spec", lambda name: None)
     with pytest.raises(ValueError, match=r"source='huggingface'.*pip install 'lit-effattn\[huggingface\]'"):
         ready(source="huggingface", path="some/stories")
 

@@ -2,6 +2,7 @@ import json
 import re
 import sys
 from importlib.util import find_spec
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -275,3 +276,24 @@ def test_usual_words_are_learnt_and_encoded_as_before():
     lines = text.split("\n")
     expected = [i for line in (f"{lines[0]}\n", f"{lines[1]}\n") for i in plain.encode(line).ids]
     assert [*tokenizer.encode(text)] == expected
+
+
+def test_a_pretrained_tokenizer_that_explodes_is_refused():
+    """At once, and in one line: a normaliser that makes millions of characters, and a panic of the library."""
+    tokenizers = pytest.importorskip("tokenizers")
+    model = tokenizers.Tokenizer(tokenizers.models.BPE({"a": 0, "b": 1}, []))
+    model.normalizer = tokenizers.normalizers.Replace("a", "b" * 1_000_000)
+    with pytest.raises(ValueError, match="makes 1,000,000 tokens of 1 characters"):
+        PretrainedTokenizer(json.loads(model.to_str()), 3, 2)
+
+    class Panic(BaseException):
+        """As pyo3_runtime.PanicException."""
+
+    def panic(*args, **options):
+        raise Panic("index out of\nbounds")
+
+    model.normalizer = tokenizers.normalizers.NFC()
+    made = PretrainedTokenizer(json.loads(model.to_str()), 3, 2)
+    made._model = SimpleNamespace(encode=panic)
+    with pytest.raises(ValueError, match="can't encode a text: index out of bounds"):
+        made.encode("a")

@@ -609,7 +609,7 @@ def check_vocabulary(vocab_size: int | None, **tokens: str) -> None:
 
 @contextmanager
 def _as_value_error(message: str) -> Iterator[None]:
-    """Replace the errors of `tokenizers`, which has no types of its own and whose panics are no `Exception`."""
+    """Replace the errors of `tokenizers`, which has no types of its own and whose panics derive from BaseException."""
     try:
         yield
     except (KeyboardInterrupt, SystemExit):

@@ -367,7 +367,7 @@ def test_huggingface(tmp_path, monkeypatch, names, real):
 
 
 def test_packages_that_are_missing_are_named(monkeypatch):
-    for module in ("pairs.sources", "common.lexicons"):
+    for module in ("common.hugging_face", "common.lexicons"):
         monkeypatch.setattr(f"lit_effattn.datamodules.{module}.find_spec", lambda name: None)
     with pytest.raises(ValueError, match=r"corpus='huggingface'.*pip install 'lit-effattn\[huggingface\]'"):
         ready(corpus="huggingface", path="x", source_column="a", target_column="b")

@@ -114,13 +114,14 @@ class LastCheckpoint(Checkpoint):
         trainer.strategy.checkpoint_io.asynchronous = True
 
     def _keep_best(self, trainer: pl.Trainer, monitor: str | None) -> None:
-        validates = monitor is not None and trainer.limit_val_batches != 0
-        if not validates and self.save_top_k > 1:
-            raise ValueError(
-                f"save_top_k={self.save_top_k} needs a validation, and a task with a monitor; leave out "
-                "limit_val_batches=0, or keep the last ones with keep"
-            )
-        if not validates or getattr(trainer, "fast_dev_run", False):
+        if monitor is None or trainer.limit_val_batches == 0:
+            if self.save_top_k > 1:
+                raise ValueError(
+                    f"save_top_k={self.save_top_k} needs a validation, and a task with a monitor; leave out "
+                    "limit_val_batches=0, or keep the last ones with keep"
+                )
+            return
+        if getattr(trainer, "fast_dev_run", False):
             return
         folder, known = self.path(trainer).parent, {c.state_key for c in trainer.checkpoint_callbacks}
         best = BestCheckpoint(folder, "best", monitor)

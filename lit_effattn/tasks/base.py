@@ -473,6 +473,6 @@ class Task(HasInitArgs, pl.LightningModule):
         if self._trainer is not None:
             own_folders(checkpoint, self._trainer)
             if self._trainer.state.fn == TrainerFn.FITTING:
-                check_not_averaged(checkpoint, self._trainer.callbacks)
+                check_not_averaged(checkpoint, self._trainer.callbacks)  # type: ignore[attr-defined]  # Lightning sets it
         check_same_model(self, checkpoint)
         check_finite(self, checkpoint)

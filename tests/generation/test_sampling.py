@@ -371,19 +371,20 @@ def around(backbone: SequenceModule, vocabulary: int = 7):
 
 
 @pytest.mark.parametrize("case", of_kinds(CAUSAL))
-@pytest.mark.parametrize("compiled", [False, True])
-def test_a_second_call_goes_on_where_the_first_stopped(case: Case, compiled: bool, monkeypatch: pytest.MonkeyPatch):
+def test_a_second_call_goes_on_where_the_first_stopped(case: Case, monkeypatch: pytest.MonkeyPatch):
     """As often as one likes, and with the draws of a single call."""
     uncompiled(monkeypatch, least_room=4)
     made = around(case.build())
     prompt, kept = torch.randint(7, (2, 3)), []
     whole = generate(*made, prompt, 12)
-    first = generate(*made, prompt, 5, keep=kept.append, compile=compiled)
-    assert torch.equal(first, whole[:, :5])
-    before = copied(kept[0].state)
-    for _ in range(2):
-        assert torch.equal(generate(*made, prompt[:, :0], 7, kept=kept[0], compile=compiled), whole[:, 5:])
-        assert_same(kept[0].state, before)
+    for compiled in (True, False):
+        kept.clear()
+        first = generate(*made, prompt, 5, keep=kept.append, compile=compiled)
+        assert torch.equal(first, whole[:, :5])
+        before = copied(kept[0].state)
+        for _ in range(2):
+            assert torch.equal(generate(*made, prompt[:, :0], 7, kept=kept[0], compile=compiled), whole[:, 5:])
+            assert_same(kept[0].state, before)
     with pytest.raises(ValueError, match="kept has 2 rows, and state was given too"):
         generate(*made, prompt, 1, kept=kept[0], state=kept[0].state)
 

@@ -187,21 +187,6 @@ def test_without_the_state_outputs_gradients_and_losses_are_the_same(case: Case)
     assert sum(t.numel() for t in sequence.tensors(losses)) <= len(x) * len(sequence.losses_by_kind(state))
 
 
-@each(PACKED, quick=EACH)
-def test_a_piece_does_not_change_its_neighbours(case: Case):
-    module = case.build()
-    c = case.unit
-    x = inputs(module, 1, 3 * c + 2)
-    starts = sequence.starts_of(torch.tensor([0, c + 1, 2 * c + 1, 3 * c + 2]))
-    changed = x.clone()
-    changed[:, c + 1 : 2 * c + 1] *= 12
-    with torch.no_grad():
-        y, z = sequence.packed(module, x, starts)[0], sequence.packed(module, changed, starts)[0]
-    assert_close(y[:, : c + 1], z[:, : c + 1])
-    assert_close(y[:, 2 * c + 1 :], z[:, 2 * c + 1 :])
-    assert not torch.allclose(y, z)
-
-
 WEIGHTED = [case for case in PACKED if isinstance(case.build(), Attention)]
 
 

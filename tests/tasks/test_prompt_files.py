@@ -85,7 +85,7 @@ def test_a_model_with_few_positions_gives_what_it_can(tmp_path: Path, capsys: py
     assert (tmp_path / "samples.txt").read_bytes().decode() == f"--- 0\n{expected}"
     model.write_samples(lambda: tmp_path, prompt="abc", n_tokens=4, save_state=str(state), **how)
     assert model.write_samples(lambda: tmp_path, state=str(state), n_tokens=99, **how).startswith("9 tokens of 99")
-    with pytest.raises(ValueError, match="the prompt has 4 positions more than the model has, 16; shorten it"):
+    with pytest.raises(ValueError, match="the prompt has 5 positions more than the model has, 16; shorten it"):
         model.write_samples(lambda: tmp_path, prompt="b" * 20, n_tokens=1, **how)
     path = written(tmp_path, f"abc\n{'b' * 20}\nabcdefgh\n".encode())
     message = "2 of 3 prompts have fewer tokens than asked for, since the model has 16 positions: 'bbbbb"

@@ -19,7 +19,7 @@ from lit_effattn.datamodules.speech.containers import ENDLESS, mpeg_frame, wrong
 MAX_SECONDS = 40.0
 """Longer recordings are rejected by default. LibriSpeech's longest utterance has 35 s."""
 
-_MAX_RATE = 192_000  # Hz: resampling 40 s of it takes 0.3 GB
+_MAX_RATE = 192_000  # Hz: memory grows with the samples, of which max_seconds bounds the seconds alone
 _MAX_PEAK = 100.0  # 40 dB above full scale; integers stored as floats reach 2¹⁵
 _MAX_WEIGHTS = 2 * 10**7  # of a resampling filter: 44,100 to 16,000 Hz needs 80,000, a damaged header's rate 10⁹
 _BLOCK = 2**20  # samples that are decoded at once

@@ -264,7 +264,7 @@ def _tabbed(path: Path) -> Iterator[Pair | Fault]:
     for number, line in enumerate(_lines(path), 1):
         columns, where = line.split(b"\t"), f"{path}:{number}"
         if number == 1 and _COLUMN_NAMES.issuperset(column.strip().lower() for column in columns):
-            yield Fault("header row", f"{where}: {columns} are names of columns")
+            yield Fault("header row", f"{where}: {line.decode()!r} are names of columns")
         elif len(columns) == 2:
             yield _checked(where, *columns)
         elif line.strip():

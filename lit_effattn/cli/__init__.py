@@ -38,7 +38,7 @@ commands:
   sweep      train several attention kinds on the same data, each at its best learning rate
   models     list the trained models that are shipped, or show the card of one: models digits
   configs    list the shipped configurations, or show one: configs digits_linear
-  check      check the laws that modules with a state keep: check my_module.MyAttention, check hf-tiny:mamba
+  check      check the laws that modules with a state keep: check my_module.MyAttention, check torch.nn.GRU
   kinds      list the attention kinds, or the options of one: kinds LinearAttention
 
 examples:

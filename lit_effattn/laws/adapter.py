@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import inspect
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any, ClassVar, Literal
@@ -25,8 +24,6 @@ class Adapter:
         module: The module, or a function without arguments that builds it, always the same after
             `torch.manual_seed(1)`. A module is copied, never changed.
         name: Its name in reports. Default: that of its class.
-        source: Python code of the expression that builds the module, for the script that reproduces a failure.
-        imports: The lines that `source` needs before it.
         options: Values of the class attributes.
 
     Raises:
@@ -99,14 +96,10 @@ class Adapter:
         module: nn.Module | Build,
         *,
         name: str | None = None,
-        source: str | None = None,
-        imports: tuple[str, ...] = (),
         **options: Any,
     ) -> None:
         self._module = module
         self.name = name or _name(module)
-        self.source = source or _source(module)
-        self.imports = imports or _imports(module)
         for option, value in options.items():
             if option not in _options(type(self)):
                 known = ", ".join(sorted(_options(type(self))))
@@ -130,8 +123,6 @@ class Adapter:
     @staticmethod
     def call(module: Any, x: Tensor, state: Any = None, lengths: Tensor | None = None) -> tuple[Tensor, Any]:
         """Return the outputs (B, N, …) and the state after `x`, None without one.
-
-        The script that reproduces a failure has a copy of this method: it uses its arguments and `torch` only.
 
         Args:
             module: The module that `make` has built.
@@ -269,34 +260,3 @@ def _name(module: Any) -> str:
     if isinstance(module, nn.Module):
         return type(module).__name__
     return str(getattr(module, "__name__", None) or getattr(getattr(module, "func", None), "__name__", "module"))
-
-
-def _source(module: Any) -> str | None:
-    """Return the code that builds a module by a class or function, or one of PyTorch's by its representation."""
-    if isinstance(module, nn.Module):
-        return f"torch.nn.{module!r}" if type(module).__module__.startswith("torch.nn.modules.rnn") else None
-    target = getattr(module, "func", module)
-    if not is_importable(target):
-        return None
-    args, keywords = getattr(module, "args", ()), getattr(module, "keywords", {})
-    given = [*map(_code, args), *(f"{key}={_code(value)}" for key, value in keywords.items())]
-    return f"{target.__name__}({', '.join(given)})"
-
-
-def _code(value: Any) -> str:
-    return value.__qualname__ if inspect.isclass(value) else repr(value)
-
-
-def _imports(module: Any) -> tuple[str, ...]:
-    if isinstance(module, nn.Module):
-        return ()
-    target = getattr(module, "func", module)
-    if not is_importable(target) or target.__module__ in ("builtins", "__main__"):
-        return ()
-    return (f"from {target.__module__} import {target.__name__}",)
-
-
-def is_importable(target: Any) -> bool:
-    """Return whether `target` is a class or function at the top of its module."""
-    name = getattr(target, "__qualname__", "<>")
-    return inspect.isroutine(target) or inspect.isclass(target) if name.isidentifier() else False

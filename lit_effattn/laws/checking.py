@@ -10,7 +10,6 @@ from dataclasses import replace
 import torch
 from torch import nn
 
-from lit_effattn.laws import code
 from lit_effattn.laws.adapter import Adapter, Build
 from lit_effattn.laws.adapters.contract import ContractAdapter
 from lit_effattn.laws.adapters.recurrent import RecurrentAdapter
@@ -35,7 +34,7 @@ def check(
     Args:
         module: An adapter; or a module, or a function without arguments that builds one, with a built-in adapter: a
             module with `initial_state` and the call `y, state = module(x, state, lengths)`, or a recurrent module of
-            PyTorch. A function gives reports whose scripts build the same module.
+            PyTorch.
         laws: Names of laws. Default: all, without `bitwise`.
         device: Where to compute.
         dtype: The type of parameters and inputs. Default: the adapter's, float64.
@@ -116,8 +115,8 @@ def failed(failure: Failure, subject: Subject, shrink_seconds: float) -> Result:
         detail=law.detail,
         variant=failure.variant,
         case=str(failure.trial),
+        inputs="; ".join(failure.inputs),
         difference=str(failure.difference),
         relative=failure.difference.relative,
         module=smallest.adapter.name if smallest is not subject else "",
-        script=code.script(smallest, failure),
     )

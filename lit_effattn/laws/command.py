@@ -6,9 +6,7 @@ import argparse
 import ast
 import importlib
 import inspect
-import logging
 import sys
-import warnings
 from collections.abc import Mapping
 from difflib import get_close_matches
 from functools import partial
@@ -21,9 +19,7 @@ from torch import nn
 from lit_effattn.laws.adapter import Adapter
 from lit_effattn.laws.checking import adapter_for, check
 from lit_effattn.laws.registry import LAWS
-from lit_effattn.laws.report import Report
 
-TINY = "hf-tiny:"
 D_MODEL, N_HEADS = 8, 2
 """The sizes of an attention that is given by its class."""
 
@@ -37,13 +33,6 @@ def main(args: list[str] | None = None, program: str = "python -m lit_effattn.la
     """
     given = parser(program).parse_args(args)
     torch.set_num_threads(1)
-    try:
-        for folder in (path.parent for path in (given.json, given.junit) if path is not None):
-            folder.mkdir(parents=True, exist_ok=True)
-        if given.scripts is not None:
-            given.scripts.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        _fail(program, str(error))
     broken = []
     for name in given.names:
         try:
@@ -58,25 +47,11 @@ def main(args: list[str] | None = None, program: str = "python -m lit_effattn.la
         except (ValueError, TypeError) as error:
             _fail(program, str(error))
         report.print()
-        try:
-            _write(report, name, given)
-        except OSError as error:
-            _fail(program, str(error))
         if not report.ok:
             broken.append(report.summary())
     if broken:
         print(*broken, sep="\n", file=sys.stderr)
         sys.exit(1)
-
-
-def _write(report: Report, name: str, given: argparse.Namespace) -> None:
-    """Write the files that the arguments ask for."""
-    for target, text in ((given.json, report.json), (given.junit, report.junit)):
-        if target is not None:
-            _file(target, name, several=len(given.names) > 1).write_text(text())
-    for result in report.broken if given.scripts is not None else []:
-        if result.script:
-            (given.scripts / f"{_plain(name)}_{result.law}.py").write_text(result.script)
 
 
 def parser(program: str = "lit-effattn check") -> argparse.ArgumentParser:
@@ -93,8 +68,7 @@ def parser(program: str = "lit-effattn check") -> argparse.ArgumentParser:
         nargs="+",
         metavar="NAME",
         help="An attention kind such as LinearAttention; a class, a function or an adapter of your own, "
-        "my_module.MyAttention or my_module:MyAttention; a recurrent module such as torch.nn.GRU; or "
-        "hf-tiny:ARCHITECTURE, a tiny random model of transformers, such as hf-tiny:mamba.",
+        "my_module.MyAttention or my_module:MyAttention; or a recurrent module such as torch.nn.GRU.",
     )
     made.add_argument("--laws", metavar="A,B", help="Names of laws. Default: all.")
     made.add_argument(
@@ -109,11 +83,6 @@ def parser(program: str = "lit-effattn check") -> argparse.ArgumentParser:
     made.add_argument("--device", default="cpu", help="Default: cpu.")
     made.add_argument("--dtype", choices=["float64", "float32"], help="Default: the adapter's; float64 as a rule.")
     made.add_argument("--bitwise", action="store_true", help="Results must be equal to the bit.")
-    made.add_argument("--json", type=Path, metavar="FILE", help="Write the report as JSON.")
-    made.add_argument("--junit", type=Path, metavar="FILE", help="Write the report as JUnit XML.")
-    made.add_argument(
-        "--scripts", type=Path, metavar="FOLDER", help="Write a script for each broken law, which needs no lit-effattn."
-    )
     return made
 
 
@@ -135,13 +104,6 @@ def named(name: str, options: Mapping[str, Any], unit: int | None = None) -> Ada
 
 
 def _named(name: str, options: Mapping[str, Any]) -> Adapter:
-    if name.startswith(TINY):
-        _check_no_options(name, options)
-        logging.getLogger("transformers").setLevel(logging.ERROR)
-        warnings.filterwarnings("ignore", module="transformers")
-        from lit_effattn.laws.tiny import TinyAdapter
-
-        return TinyAdapter(name.removeprefix(TINY))
     kind = _imported(name)
     if isinstance(kind, Adapter | nn.Module):
         _check_no_options(name, options)
@@ -233,15 +195,6 @@ def _option(text: str) -> tuple[str, Any]:
         return name, ast.literal_eval(value)
     except (ValueError, SyntaxError):
         return name, value
-
-
-def _file(path: Path, name: str, several: bool) -> Path:
-    """Return the file of a report: one for each module, if there are several."""
-    return path.with_name(f"{path.stem}_{_plain(name)}{path.suffix}") if several else path
-
-
-def _plain(name: str) -> str:
-    return "".join(c if c.isalnum() else "_" for c in name)
 
 
 def _fail(program: str, message: str) -> NoReturn:

@@ -7,7 +7,6 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from lit_effattn.laws import code
 from lit_effattn.laws.comparison import Check, Claim, Pair
 from lit_effattn.laws.law import Law, Trial, full
 from lit_effattn.laws.segments import long
@@ -56,14 +55,6 @@ class Alive(Law):
             checks += [_finite(other), Claim(depends, "the last output does not depend on earlier positions")]
         return checks
 
-    def script(self, subject: Subject, trial: Trial) -> list[str]:
-        """Return the lines of a script: see `Law.script`."""
-        return [
-            f"y, _ = call(module, {code.inputs(subject, trial.batch, trial.n)})",
-            f"z, _ = call(module, {code.inputs(subject, trial.batch, trial.n, 1)})",
-            "assert y.isfinite().all() and not torch.equal(y[:, -1], z[:, -1])",
-        ]
-
 
 def _finite(y: Tensor) -> Claim:
     return Claim(bool(y.isfinite().all()), f"{int((~y.isfinite()).sum())} of {y.numel()} outputs are not finite")
@@ -99,19 +90,4 @@ class NoFuture(Law):
         return [
             Pair(f"outputs before position {t}, with position {t} changed and not", z[:, :t], y[:, :t]),
             Claim(not torch.equal(z[:, t:end], y[:, t:end]), f"position {t} does not change its own output"),
-        ]
-
-    def script(self, subject: Subject, trial: Trial) -> list[str]:
-        """Return the lines of a script: see `Law.script`."""
-        t = trial.at
-        if subject.adapter.vocabulary is not None:
-            change = f"changed[:, {t}] = x[:, {t}] % {subject.adapter.vocabulary - 1} + 1"
-        else:
-            change = f"changed[:, {t}] = {trial.factor} * x[:, {t}]" + (" + 1e-3" if trial.factor == 1 else "")
-        return [
-            f"x = {code.inputs(subject, 1, trial.n)}",
-            "changed = x.clone()",
-            change,
-            "y, z = call(module, x)[0], call(module, changed)[0]",
-            code.close(subject, self.name, f"z[:, :{t}]", f"y[:, :{t}]"),
         ]

@@ -1,4 +1,4 @@
-"""The form of a law: its cases, what it compares in each, and the script that shows a violation elsewhere."""
+"""The form of a law: its cases, what it compares in each, and the failures."""
 
 from __future__ import annotations
 
@@ -116,32 +116,31 @@ class Law(ABC):
         least, most = self.segments
         return least <= len(trial.way) <= most
 
-    def script(self, subject: Subject, trial: Trial) -> list[str]:
-        """Return the lines of a script after the definitions of `module` and `call`, which fail as the trial does."""
-        return []
-
 
 @dataclass(frozen=True)
 class Failure:
-    """A violated law, and the case that shows it."""
+    """A violated law, the case that shows it, and the inputs of that case."""
 
     law: Law
     variant: str
     trial: Trial
     difference: Difference
+    inputs: tuple[str, ...] = ()
 
 
 def attempt(law: Law, subject: Subject, trial: Trial) -> Failure | None:
     """Test one case. An exception of the module is a failure, too."""
+    subject.drawn.clear()
     try:
         checks = law.checks(subject, trial)
     except Exception as error:  # the module's own code may raise any exception
         message = " ".join(f"{type(error).__name__}: {error}".split())
-        return Failure(law, trial.variant, trial, Difference("the module raised", error=message[:300]))
+        raised = Difference("the module raised", error=message[:300])
+        return Failure(law, trial.variant, trial, raised, tuple(subject.drawn))
     tolerance = law.tolerance(subject)
     for check in checks:
         if (violation := difference(check, tolerance)) is not None:
-            return Failure(law, trial.variant, trial, violation)
+            return Failure(law, trial.variant, trial, violation, tuple(subject.drawn))
     return None
 
 

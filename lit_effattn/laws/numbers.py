@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lit_effattn.laws import code
 from lit_effattn.laws.comparison import Check, Claim, Pair, Tolerance, percent
 from lit_effattn.laws.law import Law, Trial, full
 from lit_effattn.laws.subject import Subject, stream
@@ -76,19 +75,6 @@ class Gradients(Law):
             quotients[name] = ((above - below) * w).sum() / (2 * step)
             analytic[name] = torch.zeros_like(quotients[name]) if gradient is None else (gradient * u).sum()
         return [Pair("gradients and difference quotients", analytic, quotients)]
-
-    def script(self, subject: Subject, trial: Trial) -> list[str]:
-        """Return the lines of a script: see `Law.script`."""
-        return [
-            f"x = ({code.inputs(subject, trial.batch, trial.n)}).requires_grad_()",
-            "def outputs(x):",
-            "    state, parts = None, []",
-            f"    for part in x.split({list(trial.way)}, 1):",
-            "        y, state = call(module, part, state)",
-            "        parts.append(y)",
-            "    return torch.cat(parts, 1)",
-            "torch.autograd.gradcheck(outputs, (x,), fast_mode=True)",
-        ]
 
 
 class _Called(nn.Module):
@@ -195,35 +181,5 @@ class Precision(Law):
         if "features" not in subject.capabilities:
             return subject.inputs(1, n, module=module)
         width = subject.adapter.input_width(module)
+        subject.drawn[f"torch.float32 of shape {(1, n, width)}, drawn after the module with seed 1"] = None
         return (torch.randn(1, n, width) + torch.randn(width)).half().float().to(subject.device)
-
-    def script(self, subject: Subject, trial: Trial) -> list[str]:
-        """Return the lines of a script: see `Law.script`."""
-        name = trial.variant.partition("-")[2]
-        lines = [f"x = {code.inputs(subject, 1, trial.n)}", "torch.set_grad_enabled(False)"]
-        if "features" in subject.capabilities:
-            width = subject.adapter.input_width(subject.module)
-            lines[0] = f"x = (torch.randn(1, {trial.n}, {width}) + torch.randn({width})).half().float()"
-        lines += ["module = module.half().float()", "y, _ = call(module, x)"]
-        context = "torch.autocast('cpu', torch.bfloat16)"
-        if name == "float16":
-            lines += ["module = module.half()", *(["x = x.half()"] if "features" in subject.capabilities else [])]
-            context = "torch.no_grad()"
-        lines += [
-            "state, parts = None, []",
-            f"with {context}:",
-            f"    for part in x.split({_short(trial.way)}, 1):",
-            "        z, state = call(module, part, state)",
-            "        parts.append(z)",
-            "errors = (torch.cat(parts, 1).float() - y).norm(dim=-1) / y.norm(dim=-1)",
-            f"assert errors.{'median' if subject.adapter.jumps else 'max'}() < "
-            f"{subject.adapter.spacings * SPACINGS[DTYPES[name]]}, errors",
-        ]
-        return lines
-
-
-def _short(way: tuple[int, ...]) -> str:
-    """Return code for the lengths of a prompt and of single steps."""
-    if len(way) > 4 and set(way[1:]) == {1}:
-        return f"[{way[0]}] + [1] * {len(way) - 1}"
-    return str(list(way))

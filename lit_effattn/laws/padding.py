@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lit_effattn.laws import code, tree
+from lit_effattn.laws import tree
 from lit_effattn.laws.comparison import Check, Pair
 from lit_effattn.laws.law import Law, Trial
 from lit_effattn.laws.rows import row
@@ -91,34 +91,6 @@ class Padding(Law):
         shared = {name: computed[name] for name in total}
         return [*checks, Pair("gradients of the parameters, padded and alone", shared, total)]
 
-    def script(self, subject: Subject, trial: Trial) -> list[str]:
-        """Return the lines of a script: see `Law.script`."""
-        if trial.variant.endswith("after-a-state"):
-            return []
-        n, left = trial.way[0], subject.adapter.padding == "left"
-        filled = "7" if "features" not in subject.capabilities else f"float('{GARBAGE[trial.variant.split('-')[0]]}')"
-        at = f"slice({n} - n, None)" if left else "slice(n)"
-        return [
-            f"rows, lengths = {code.inputs(subject, trial.batch, n)}, {list(trial.lengths)}",
-            f"x = torch.full_like(rows, {filled})",
-            f"for i, n in enumerate(lengths): x[i, {at}] = rows[i, :n]",
-            "y, state = call(module, x, None, torch.tensor(lengths))",
-            "for i, n in enumerate(lengths):",
-            *(["    if n == 0: continue"] if 0 in trial.lengths else []),
-            "    alone, after = call(module, rows[i : i + 1, :n])",
-            f"    {code.close(subject, self.name, f'y[i, {at}]', 'alone[0]')}",
-            *(
-                [
-                    f"    more = {code.inputs(subject, 1, 1 if subject.adapter.donates else 3, 2)}",
-                    "    z, _ = call(module, more, select(module, state, torch.tensor([i])))",
-                    f"    {code.close(subject, self.name, 'z', 'call(module, more, after)[0]')}",
-                ]
-                if "state" in subject.capabilities
-                else []
-            ),
-            *(["    assert (y[i, n:] == 0).all()"] if subject.adapter.zeroes_padding else []),
-        ]
-
 
 def _garbage(subject: Subject, trial: Trial) -> Tensor:
     """Return the contents of the padding, (B, N, …)."""
@@ -173,14 +145,6 @@ class EmptyRows(Law):
             ),
         ]
 
-    def script(self, subject: Subject, trial: Trial) -> list[str]:
-        """Return the lines of a script: see `Law.script`."""
-        return [
-            f"x = {code.inputs(subject, trial.batch, trial.n)} * torch.nan",
-            f"y, _ = call(module, x, None, torch.tensor({list(trial.lengths)}))",
-            "torch.testing.assert_close(y, torch.zeros_like(y), rtol=0, atol=0)",
-        ]
-
 
 class FullLengths(Law):
     """Lengths that leave no padding change nothing."""
@@ -207,17 +171,3 @@ class FullLengths(Law):
         if "state" in subject.capabilities and subject.adapter.padding == "right":
             checks.append(_next(subject, row(state, subject, 0), row(other, subject, 0)))
         return checks
-
-    def script(self, subject: Subject, trial: Trial) -> list[str]:
-        """Return the lines of a script: see `Law.script`."""
-        lines = [
-            f"x = {code.inputs(subject, trial.batch, trial.n)}",
-            f"y, state = call(module, x, None, torch.tensor({list(trial.lengths)}))",
-            "z, other = call(module, x)",
-            code.close(subject, self.name, "y", "z"),
-        ]
-        if "state" in subject.capabilities and subject.adapter.padding == "right":
-            more = code.inputs(subject, trial.batch, 1 if subject.adapter.donates else 3, 2)
-            after, expected = (f"call(module, more, {name})[0]" for name in ("state", "other"))
-            lines += [f"more = {more}", code.close(subject, self.name, after, expected)]
-        return lines

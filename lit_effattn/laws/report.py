@@ -1,14 +1,11 @@
-"""The results of checking a module, as text, JSON and JUnit."""
+"""The results of checking a module, as text."""
 
 from __future__ import annotations
 
 import importlib.util
-import json
-import math
 import sys
 from dataclasses import dataclass, field
-from typing import Any, TextIO
-from xml.etree import ElementTree
+from typing import TextIO
 
 from lit_effattn.laws.comparison import Tolerance
 
@@ -31,10 +28,10 @@ class Result:
         detail: What a violation changes.
         variant: The first variant that fails.
         case: The smallest case that fails.
+        inputs: The types, shapes and seeds of its inputs, which `Adapter.inputs` makes.
         difference: What was compared, by how much it differs, and where first.
         relative: The difference relative to the largest expected value, if numbers were compared.
         module: The module, with fewer layers if these are enough.
-        script: A script that shows it without this package.
     """
 
     law: str
@@ -46,10 +43,10 @@ class Result:
     detail: str = ""
     variant: str = ""
     case: str = ""
+    inputs: str = ""
     difference: str = ""
     relative: float | None = None
     module: str = ""
-    script: str | None = None
 
     @property
     def failed(self) -> bool:
@@ -104,75 +101,38 @@ class Report:
         return f"{self.name}: {len(checked)} laws checked in {seconds:.1f} s ({self.dtype}, {self.device}){names}"
 
     def __str__(self) -> str:
-        return self.text()
-
-    def text(self, scripts: bool = True) -> str:
-        """Return a table of the laws, and each failure with its script."""
         lines = [self.summary(), ""]
         for result in self.results:
             line = f"  {result.status:<11}  {result.law:<17}  {result.title}"
             lines.append(f"{line} ({result.reason})" if result.reason else line)
         for result in self.broken:
-            lines += ["", *described(result, scripts)]
+            lines += ["", *described(result)]
         return "\n".join(lines)
 
     def print(self, file: TextIO | None = None) -> None:
         """Print the report, in colours on a terminal if the package rich is installed."""
         file = sys.stdout if file is None else file
         if not file.isatty() or importlib.util.find_spec("rich") is None:
-            print(self.text(), file=file)
+            print(self, file=file)
             return
         from rich.console import Console
         from rich.text import Text
 
         colours = {"ok": "green", "broken": "bold red", "error": "bold yellow", "not checked": "dim"}
-        text = Text(self.text())
+        text = Text(str(self))
         for status, colour in colours.items():
             text.highlight_regex(rf"(?m)^  {status} .*$", colour)
         Console(file=file, highlight=False, soft_wrap=True).print(text)
 
-    def as_dict(self) -> dict[str, Any]:
-        """Return the report as plain data; a relative difference that is not finite is None."""
-        results = []
-        for result in self.results:
-            values = dict(vars(result))
-            values["tolerance"] = (
-                None if result.tolerance is None else {"rtol": result.tolerance.rtol, "atol": result.tolerance.atol}
-            )
-            if result.relative is not None and not math.isfinite(result.relative):
-                values["relative"] = None  # JSON has no NaN
-            results.append(values)
-        return {"name": self.name, "device": self.device, "dtype": self.dtype, "ok": self.ok, "results": results}
 
-    def json(self) -> str:
-        """Return the report as JSON."""
-        return json.dumps(self.as_dict(), indent=2, default=str) + "\n"
-
-    def junit(self) -> str:
-        """Return the report as JUnit XML: one test case for each law."""
-        suite = ElementTree.Element("testsuite", name=self.name)
-        counts = {"tests": len(self.results)}
-        for kind, status in (("failures", "broken"), ("errors", "error"), ("skipped", "not checked")):
-            counts[kind] = sum(result.status == status for result in self.results)
-        suite.attrib.update({key: str(value) for key, value in counts.items()})
-        for result in self.results:
-            case = ElementTree.SubElement(
-                suite, "testcase", classname=self.name, name=result.law, time=f"{result.seconds:.3f}"
-            )
-            if result.status == "not checked":
-                ElementTree.SubElement(case, "skipped", message=result.reason)
-            elif result.failed:
-                kind = "failure" if result.status == "broken" else "error"
-                ElementTree.SubElement(case, kind, message=result.difference).text = "\n".join(described(result))
-        return ElementTree.tostring(suite, encoding="unicode", xml_declaration=True) + "\n"
-
-
-def described(result: Result, scripts: bool = True) -> list[str]:
+def described(result: Result) -> list[str]:
     """Return the lines that describe a failure."""
     lines = [f"{result.law}: {result.title}, but:"]
     lines.append(f"  {result.difference}")
     if result.case:
         lines.append(f"  smallest case: {result.case}")
+    if result.inputs:
+        lines.append(f"  inputs: {result.inputs}")
     if result.module:
         lines.append(f"  module: {result.module}")
     if result.tolerance is not None:
@@ -181,6 +141,4 @@ def described(result: Result, scripts: bool = True) -> list[str]:
         lines.append(f"  allowed: {allowed}")
     if result.detail:
         lines.append(f"  effect: {result.detail}")
-    if scripts and result.script:
-        lines += ["  script:", *(f"    {line}".rstrip() for line in result.script.splitlines())]
     return lines

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from lit_effattn.laws import code, tree
+from lit_effattn.laws import tree
 from lit_effattn.laws.comparison import Check, Claim, Pair
 from lit_effattn.laws.law import Law, Trial, full
 from lit_effattn.laws.segments import long
@@ -52,17 +52,6 @@ class Parameters(Law):
             Pair(
                 "outputs of a module that has loaded the state_dict", subject.call(x, module=built)[0], expected, True
             ),
-        ]
-
-    def script(self, subject: Subject, trial: Trial) -> list[str]:
-        """Return the lines of a script: see `Law.script`."""
-        build = subject.adapter.source or "..."
-        return [
-            f"x, other = {code.inputs(subject, trial.batch, trial.n)}, ({build}).to({subject.dtype}).eval()",
-            "torch.set_grad_enabled(False)",
-            "for p in module.parameters(): p.add_(0.1 * torch.randn_like(p))",
-            "other.load_state_dict(module.state_dict())",
-            "torch.testing.assert_close(call(other, x)[0], call(module, x)[0], rtol=0, atol=0)",
         ]
 
 
@@ -140,15 +129,6 @@ class Compiled(Law):
             checks.append(Pair("outputs after a state, compiled and eager", y, subject.call(x, tree.detach(after))[0]))
         return checks
 
-    def script(self, subject: Subject, trial: Trial) -> list[str]:
-        """Return the lines of a script: see `Law.script`."""
-        lengths = f", None, torch.tensor({list(trial.lengths)})" if "lengths" in subject.capabilities else ""
-        return [
-            f"x = {code.inputs(subject, trial.batch, trial.way[0])}",
-            f"compiled = torch.compile(module, backend={self.backend!r}, fullgraph={subject.adapter.fullgraph})",
-            code.close(subject, self.name, f"call(compiled, x{lengths})[0]", f"call(module, x{lengths})[0]"),
-        ]
-
 
 class CompiledSteps(Law):
     """Compiled single steps give the outputs of one eager call; states that are kept are not overwritten."""
@@ -183,16 +163,6 @@ class CompiledSteps(Law):
             Pair("outputs of compiled steps and of one eager call", y, expected),
             Pair("outputs of a compiled step from a state that is kept", z, expected[:, 2:3]),
             Claim(tree.same(state, before), "a compiled step changed the state that it was given"),
-        ]
-
-    def script(self, subject: Subject, trial: Trial) -> list[str]:
-        """Return the lines of a script: see `Law.script`."""
-        return [
-            f"x = {code.inputs(subject, trial.batch, trial.n)}",
-            "y, _ = call(module, x)",
-            f"module = torch.compile(module, backend='aot_eager', fullgraph={subject.adapter.fullgraph})",
-            *code.streamed(trial),
-            code.close(subject, self.name, "torch.cat(parts, 1)", "y"),
         ]
 
 
@@ -233,16 +203,3 @@ class Generation(Law):
             wrong += int((generated != text[0, length:]).sum())
         share = 100 * wrong / (trial.batch * more)
         return [Claim(wrong == 0, f"{share:.0f} % of {trial.batch * more} generated tokens are others", share / 100)]
-
-    def script(self, subject: Subject, trial: Trial) -> list[str]:
-        """Return the lines of a script: see `Law.script`."""
-        n, more = trial.way
-        padded = any(length != n for length in trial.lengths)
-        return [
-            f"x = {code.inputs(subject, trial.batch, n)}",
-            f"text, lengths = [row[None, :n] for row, n in zip(x, {list(trial.lengths)})], {list(trial.lengths)}",
-            f"for _ in range({more}): text = [torch.cat([t, call(module, t)[0][:, -1:].argmax(-1)], 1) for t in text]",
-            *(code.padded(subject, trial) if padded else []),
-            f"y = generate(module, x, {more}, {'torch.tensor(lengths)' if padded else None})",
-            f"assert torch.equal(y, torch.cat([t[:, -{more}:] for t in text])), (y, text)",
-        ]

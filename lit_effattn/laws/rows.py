@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lit_effattn.laws import code, tree
+from lit_effattn.laws import tree
 from lit_effattn.laws.comparison import Check, Claim, Pair
 from lit_effattn.laws.law import Law, Trial, full
 from lit_effattn.laws.segments import long
@@ -71,31 +71,6 @@ class Alone(Law):
             checks.append(Pair(f"{what}, in the next call", z[at], y[[row]].expand_as(z[at]).contiguous()))
         return checks
 
-    def script(self, subject: Subject, trial: Trial) -> list[str]:
-        """Return the lines of a script: see `Law.script`."""
-        padded = any(n != trial.way[0] for n in trial.lengths)
-        given = "" if not padded else f", lengths=torch.tensor({list(trial.lengths)})"
-        one = "" if not padded else f", lengths=torch.tensor([{trial.lengths[trial.at]}])"
-        row = f"[{trial.at}]"
-        lines = [f"x = {code.inputs(subject, trial.batch, trial.way[0])}"]
-        lines += code.padded(subject, trial) if padded else []
-        mates = f"x[{row}]"
-        if trial.variant != "alone":
-            new = "torch.full_like(x, torch.nan)" if trial.variant == "nan" else "torch.flip(x, [0, 1])"
-            lines += [f"mates = {new}", f"mates[{trial.at}] = x[{trial.at}]"]
-            mates, one = "mates", given
-        at = "" if trial.variant == "alone" else f"[{row}]"
-        lines += [f"y, state = call(module, x{given})", f"z, other = call(module, {mates}{one})"]
-        result = code.close(subject, self.name, f"z{at}", f"y[{row}]")
-        if "state" in subject.capabilities and (not padded or subject.adapter.padding == "right"):
-            lines += [
-                f"more = {code.inputs(subject, trial.batch, trial.way[1], 2)}",
-                result,
-                "y, _ = call(module, more, state)",
-                f"z, _ = call(module, more{f'[{row}]' if trial.variant == 'alone' else ''}, other)",
-            ]
-        return [*lines, result]
-
 
 class Ragged(Law):
     """Prompts of different lengths, padded; then all rows go on, each from where it is."""
@@ -133,24 +108,6 @@ class Ragged(Law):
             _, state = subject.call(subject.padded(prompt, trial.lengths), state, trial.lengths)
             y, _ = subject.stream(rest, trial.way[1:], state)
         return [Pair("outputs after padded prompts and after each prompt alone", y, expected)]
-
-    def script(self, subject: Subject, trial: Trial) -> list[str]:
-        """Return the lines of a script: see `Law.script`."""
-        first = code.begin(trial.variant, trial.batch, trial.n + subject.adapter.unit)
-        return [
-            f"x = {code.inputs(subject, trial.batch, trial.way[0])}",
-            f"rest = {code.inputs(subject, trial.batch, trial.n - trial.way[0], 1)}",
-            f"alone = [call(module, torch.cat([p[:n], r])[None])[0][0, n:] for p, r, n in zip(x, rest, "
-            f"{list(trial.lengths)})]",
-            *code.padded(subject, trial),
-            f"parts, lengths = [], torch.tensor({list(trial.lengths)})",
-            f"with {code.without_gradients(trial)}:",
-            f"    _, state = call(module, x, {first}, lengths)",
-            f"    for part in rest.split({list(trial.way[1:])}, 1):",
-            "        z, state = call(module, part, state)",
-            "        parts.append(z)",
-            code.close(subject, self.name, "torch.cat(parts, 1)", "torch.stack(alone)"),
-        ]
 
 
 class Reset(Law):
@@ -198,19 +155,6 @@ class Reset(Law):
         checks.append(Pair("outputs of a row that was not reset and of one call", y[0], going))
         return checks
 
-    def script(self, subject: Subject, trial: Trial) -> list[str]:
-        """Return the lines of a script: see `Law.script`."""
-        n = trial.way[0]
-        return [
-            f"x = {code.inputs(subject, trial.batch, n)}",
-            *(["x[-1] = torch.nan"] if trial.batch > 2 and "features" in subject.capabilities else []),
-            f"after = {code.inputs(subject, trial.batch, trial.n - n, 1)}",
-            f"_, state = call(module, x, {code.begin(trial.variant, trial.batch, trial.n)})",
-            f"state = reset(module, state, torch.arange({trial.batch}) > 0)",
-            "y, _ = call(module, after, state)",
-            code.close(subject, self.name, "y[1:]", "call(module, after)[0][1:]"),
-        ]
-
 
 class Select(Law):
     """Rows of a state that are dropped, repeated and reordered go on as they would have."""
@@ -246,22 +190,6 @@ class Select(Law):
         ]
         return [Pair("outputs of selected rows and of each row alone", y, torch.stack(alone))]
 
-    def script(self, subject: Subject, trial: Trial) -> list[str]:
-        """Return the lines of a script: see `Law.script`."""
-        n, rows = trial.way[0], self._rows(trial)
-        padded = any(length != n for length in trial.lengths)
-        lengths = f", None, torch.tensor({list(trial.lengths)})" if padded else ""
-        return [
-            f"x = {code.inputs(subject, trial.batch, n)}",
-            f"after, rows = {code.inputs(subject, len(rows), trial.n - n, 1)}, {rows}",
-            f"alone = [torch.cat([x[row, :{list(trial.lengths)}[row]], a])[None] for row, a in zip(rows, after)]",
-            f"alone = [call(module, a)[0][0, -{trial.n - n}:] for a in alone]",
-            *(code.padded(subject, trial) if padded else []),
-            f"_, state = call(module, x{lengths})",
-            "y, _ = call(module, after, select(module, state, torch.tensor(rows)))",
-            code.close(subject, self.name, "y", "torch.stack(alone)"),
-        ]
-
 
 class Packed(Law):
     """Sequences that are packed in one row have the outputs of each alone."""
@@ -288,16 +216,6 @@ class Packed(Law):
         y = subject.adapter.packed(subject.module, x, list(trial.way))
         alone = [subject.call(part)[0] for part in x.split(list(trial.way), 1)]
         return [Pair("outputs of packed sequences and of each alone", y, torch.cat(alone, 1))]
-
-    def script(self, subject: Subject, trial: Trial) -> list[str]:
-        """Return the lines of a script: see `Law.script`."""
-        way = list(trial.way)
-        return [
-            f"x = {code.inputs(subject, 1, trial.n)}",
-            f"y = packed(module, x, {way})",
-            f"alone = torch.cat([call(module, part)[0] for part in x.split({way}, 1)], 1)",
-            code.close(subject, self.name, "y", "alone"),
-        ]
 
 
 def row(state: Any, subject: Subject, i: int) -> Any:

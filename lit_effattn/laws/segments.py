@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from lit_effattn.laws import code, tree
+from lit_effattn.laws import tree
 from lit_effattn.laws.comparison import Check, Claim, Pair
 from lit_effattn.laws.law import Law, Trial, full
 from lit_effattn.laws.subject import Subject, splits
@@ -44,15 +44,6 @@ class Segments(Law):
             first = subject.begin(trial.variant.rpartition("-")[2], trial.batch, trial.n)
             y, _ = subject.stream(x, trial.way, first)
         return [Pair("outputs of the segments and of one call", y, subject.whole(trial.batch, trial.n))]
-
-    def script(self, subject: Subject, trial: Trial) -> list[str]:
-        """Return the lines of a script: see `Law.script`."""
-        return [
-            f"x = {code.inputs(subject, trial.batch, trial.n)}",
-            "y, _ = call(module, x)",
-            *code.streamed(trial),
-            code.close(subject, self.name, "torch.cat(parts, 1)", "y"),
-        ]
 
 
 class Steps(Segments):
@@ -113,21 +104,6 @@ class CarriedGradients(Law):
             computed = subject.gradients(y, x)
         return [Pair("gradients of the segments and of one call", computed, expected)]
 
-    def script(self, subject: Subject, trial: Trial) -> list[str]:
-        """Return the lines of a script: see `Law.script`."""
-        stream = code.streamed(trial)
-        stream[1] = stream[1].replace("torch.no_grad(), ", "").replace("torch.no_grad()", "torch.enable_grad()")
-        return [
-            f"x = {code.inputs(subject, trial.batch, trial.n)}",
-            "weights = torch.arange(x.size(1) * call(module, x)[0].size(2), dtype=x.dtype).view(x.size(1), -1).sin()",
-            "parameters = list(module.parameters())",
-            "expected = torch.autograd.grad((call(module, x)[0] * weights).sum(), parameters, materialize_grads=True)",
-            *stream,
-            "loss = (torch.cat(parts, 1) * weights).sum()",
-            "computed = torch.autograd.grad(loss, parameters, materialize_grads=True)",
-            code.close(subject, self.name, "computed", "expected"),
-        ]
-
 
 class Unchanged(Law):
     """A call does not change the state that it is given, so that a second call from it gives the same."""
@@ -170,22 +146,6 @@ class Unchanged(Law):
             Claim(tree.same(again, after), "two calls from one state returned different states"),
         ]
 
-    def script(self, subject: Subject, trial: Trial) -> list[str]:
-        """Return the lines of a script: see `Law.script`."""
-        start, _, graph = trial.variant.partition("+")
-        first = code.begin(f"kept-{start}", trial.batch, 2 * trial.n)
-        lines = [f"torch.set_grad_enabled({bool(graph)})", f"x = {code.inputs(subject, trial.batch, trial.n)}"]
-        lines.append(f"state = {first}")
-        if len(trial.way) > 1:
-            lines.append(f"_, state = call(module, x[:, :{trial.way[0]}], state)")
-        return [
-            *lines,
-            f"x = x[:, -{trial.way[-1]}:]",
-            "first, _ = call(module, x, state)",
-            "second, _ = call(module, x, state)",
-            "torch.testing.assert_close(second, first, rtol=0, atol=0)",
-        ]
-
 
 class DonationEnds(Law):
     """A state that was donated in a context is kept by calls after it."""
@@ -209,19 +169,6 @@ class DonationEnds(Law):
         before = tree.clone(state)
         subject.call(x[:, trial.way[0] :], state)
         return [Claim(tree.same(state, before), "a call outside the context changed the state that it was given")]
-
-    def script(self, subject: Subject, trial: Trial) -> list[str]:
-        """Return the lines of a script: see `Law.script`."""
-        a = trial.way[0]
-        return [
-            f"x = {code.inputs(subject, trial.batch, trial.n)}",
-            "with torch.no_grad():",
-            "    with donated():",
-            f"        _, state = call(module, x[:, :{a}], initial_state(module, {trial.batch}, {3 * trial.n}, x))",
-            f"    first, _ = call(module, x[:, {a}:], state)",
-            f"    second, _ = call(module, x[:, {a}:], state)",
-            "torch.testing.assert_close(second, first, rtol=0, atol=0)",
-        ]
 
 
 class Bounded(Law):
@@ -256,15 +203,6 @@ class Bounded(Law):
         else:
             sizes = sizes[2:]
         return [Claim(len(set(sizes)) == 1, f"the state is declared bounded, but takes {sizes} bytes")]
-
-    def script(self, subject: Subject, trial: Trial) -> list[str]:
-        """Return the lines of a script: see `Law.script`."""
-        return [
-            f"x, state = {code.inputs(subject, trial.batch, trial.n)}, None",
-            f"for part in x.split({list(trial.way)}, 1):",
-            "    _, state = call(module, part, state)",
-            "    print(sum(t.nbytes for t in torch.utils._pytree.tree_leaves(state)))",
-        ]
 
 
 class Combine(Law):
@@ -303,14 +241,4 @@ class Combine(Law):
         return [
             Pair(f"outputs after {name} and after the whole", subject.call(last, state)[0], expected)
             for name, state in states.items()
-        ]
-
-    def script(self, subject: Subject, trial: Trial) -> list[str]:
-        """Return the lines of a script: see `Law.script`."""
-        return [
-            f"x = {code.inputs(subject, trial.batch, trial.n)}",
-            f"a, b, c, last = x.split({list(trial.way)}, 1)",
-            "a, b, c = (call(module, part)[1] for part in (a, b, c))",
-            "y, _ = call(module, last, combine(module, combine(module, a, b), c))",
-            code.close(subject, self.name, "y", f"call(module, x)[0][:, -{trial.way[-1]}:]"),
         ]

@@ -26,6 +26,9 @@ class Subject:
         dtype: The type of its parameters and inputs. Default: the adapter's.
         bitwise: Whether all laws that can must hold to the bit.
 
+    Attributes:
+        drawn: The types, shapes and seeds of the inputs of the case that is tested.
+
     Raises:
         ValueError: If `device` can't be used, or there is no tolerance for `dtype`, or an option of the adapter is
             invalid.
@@ -46,6 +49,7 @@ class Subject:
         self._module: Any = None
         self._memory: dict[Any, Any] = {}
         self._capabilities: set[str] | None = None
+        self.drawn: dict[str, None] = {}
 
     @property
     def module(self) -> Any:
@@ -65,6 +69,7 @@ class Subject:
     def capabilities(self) -> set[str]:
         """The names of what the laws may use: see `Adapter.capabilities`."""
         if self._capabilities is None:
+            self._inputs(1, 1)  # raises if the width is not known
             self._capabilities = self.adapter.capabilities(self.module)
         return self._capabilities
 
@@ -84,6 +89,11 @@ class Subject:
 
     def inputs(self, batch: int, n: int, seed: int = 0, module: Any = None) -> Tensor:
         """Return random inputs (batch, n, …) in the subject's type on its device."""
+        x = self._inputs(batch, n, seed, module)
+        self.drawn[f"{x.dtype} of shape {tuple(x.shape)}, seed {seed}"] = None
+        return x
+
+    def _inputs(self, batch: int, n: int, seed: int = 0, module: Any = None) -> Tensor:
         x = self.adapter.inputs(self.module if module is None else module, batch, n, seed)
         return x.to(self.device, self.dtype if x.is_floating_point() else None)
 
@@ -132,7 +142,7 @@ class Subject:
         """Return the first state: `start` is one of `STARTS`."""
         if start == "none":
             return None
-        x = self.inputs(1, 1)
+        x = self._inputs(1, 1)
         return self.adapter.initial_state(self.module, batch, max_len if start == "max_len" else None, x)
 
     def starts(self) -> list[str]:

@@ -1,10 +1,8 @@
-"""`lit-effattn check` and `python -m lit_effattn.laws`: modules by their names, and files of the reports."""
+"""`lit-effattn check` and `python -m lit_effattn.laws`: modules by their names."""
 
-import json
 import subprocess
 import sys
 from pathlib import Path
-from xml.etree import ElementTree
 
 import pytest
 
@@ -56,20 +54,13 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_a_state_that_absorbs_padding_is_told(folder: Path, capsys: pytest.CaptureFixture[str]):
-    files = ["--json", "laws.json", "--junit", "laws.xml", "--scripts", "scripts"]
     with pytest.raises(SystemExit) as stopped:
-        main(["check", "checked_module.MyAttention", "--laws", "steps,segments,padding,ragged", *files])
+        main(["check", "checked_module.MyAttention", "--laws", "steps,segments,padding,ragged"])
     assert stopped.value.code == 1
     captured = capsys.readouterr()
     assert captured.err.startswith("MyAttention: 4 laws checked in ")
     assert captured.err.endswith("2 broken: padding, ragged\n")
     assert "smallest case: batch 1, length 3, split 2 + 1, valid positions [1]" in captured.out
-    assert json.loads((folder / "laws.json").read_text())["ok"] is False
-    assert ElementTree.parse(folder / "laws.xml").getroot().get("failures") == "2"
-    script = (folder / "scripts" / "checked_module_MyAttention_ragged.py").read_text()
-    assert "from checked_module import MyAttention" in script
-    with pytest.raises(AssertionError, match="Tensor-likes are not close"):
-        exec(script, {})
 
 
 def test_kinds_options_and_modules_of_torch_are_named(capsys: pytest.CaptureFixture[str]):
@@ -93,13 +84,11 @@ def test_kinds_options_and_modules_of_torch_are_named(capsys: pytest.CaptureFixt
         (["checked_module.Needy"], "can't be built by Needy(8, 2): TypeError"),
         (["LinearAttention", "--laws", "order"], "laws='order' is not a law; there are alive"),
         (["torch.nn.Linear", "--set", "in_features=3", "--set", "out_features=3"], "there is no built-in adapter"),
-        (["hf-tiny:nothing"], "hf-tiny:nothing is not an architecture of transformers"),
         (["LinearAttention", "--set", "stride"], "'stride' is not OPTION=VALUE"),
         (["LinearAttention", "--laws", ""], "laws='' is not a law"),
         (["LinearAttention", "--device", "nowhere"], "device='nowhere' can't be used"),
         (["LinearAttention", "--device", "meta"], "device='meta' can't be used"),
         (["LinearAttention", "--unit", "0"], "LinearAttention: unit=0 must be at least 1"),
-        (["LinearAttention", "--json", "checked_module.py/laws.json"], "checked_module.py"),
         (["torch.nn.GRU", "--set", "batch_first=False"], "batch_first=False; make the module with batch_first=True"),
         (
             ["checked_module:built", "--set", "stride=3"],
@@ -110,19 +99,10 @@ def test_kinds_options_and_modules_of_torch_are_named(capsys: pytest.CaptureFixt
 def test_invalid_arguments_are_told_in_a_line(
     folder: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], message: str
 ):
-    if arguments[0].startswith("hf-tiny"):
-        pytest.importorskip("transformers")
     with pytest.raises(SystemExit) as stopped:
         main(["check", *arguments])
     assert stopped.value.code == 2
     assert message in capsys.readouterr().err
-
-
-def test_a_tiny_model_of_transformers_is_checked(capsys: pytest.CaptureFixture[str]):
-    pytest.importorskip("transformers")
-    laws = ["--laws", "alive,no-future,segments,steps,alone,padding,ragged,generation"]
-    main(["check", "hf-tiny:llama", *laws])
-    assert "none broken" in capsys.readouterr().out
 
 
 def test_the_package_is_a_program(folder: Path):

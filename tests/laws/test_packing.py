@@ -344,8 +344,6 @@ def test_the_law_packs_modules_of_the_contract():
     assert kept.status == "ok"
     (broken,) = check(Forgetful, laws=["packed"]).broken
     assert broken.case == "batch 1, length 3, split 1 + 2"
-    with pytest.raises(AssertionError, match="Tensor-likes are not close"):
-        exec(broken.script, {})
     (unchecked,) = check(ContractAdapter(Forgetful, padding=None), laws=["packed"]).results
     assert unchecked.reason == "the adapter has no `packed`"
 

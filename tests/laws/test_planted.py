@@ -1,8 +1,6 @@
 """Ten bugs in a module that knows nothing of this package: each is found by a law, shrunk, and told in plain words."""
 
-import json
 import re
-import xml.etree.ElementTree as ET
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -11,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from lit_effattn.laws import LAWS, Adapter, BrokenLawError, FunctionAdapter, LawSuite, check
+from lit_effattn.laws import LAWS, Adapter, BrokenLawError, LawSuite, check
 from lit_effattn.laws.comparison import TOLERANCES, Pair, difference
 from tests.laws.planted import Mixer, MixerAdapter
 from tests.laws.planted_sum import SumAdapter
@@ -49,19 +47,8 @@ def test_a_planted_bug_is_found_and_shrunk(bug: str):
     assert first.case == case or not case, first.case
     assert int(re.search(r"length (\d+)", first.case)[1]) <= (4 if bug != "float16 sum" else 2048)
     text = str(report)
-    assert all(word in text for word in (first.title, first.difference, first.detail, first.case))
-    script = first.script
-    assert "lit_effattn" not in script
-    assert len(script.splitlines()) <= 40
-    with pytest.raises(AssertionError):
-        run(script, bug)
-    run(script, "")
-
-
-def run(script: str, bug: str) -> None:
-    """Run a script with another bug."""
-    with torch.enable_grad():  # a script may turn gradients off
-        exec(re.sub(r"(Mixer\(4, |Sum\()'[^']*'\)", rf"\1{bug!r})", script), {"__name__": "script"})
+    assert all(word in text for word in (first.title, first.difference, first.detail, first.case, first.inputs))
+    assert "seed" in first.inputs
 
 
 # The law that finds the bug, and its smallest case.
@@ -89,10 +76,6 @@ def test_a_bug_of_a_sum_is_found_and_shrunk(bug: str):
     law, case = BUGS_OF_SUM[bug]
     (result,) = check(SumAdapter(bug), laws=[law]).results
     assert (result.status, result.case) == ("broken", case)
-    if law not in ("bounded", "saved-state"):  # which prints sizes, or has no script
-        with pytest.raises((AssertionError, RuntimeError)):
-            run(result.script, bug)
-        run(result.script, "")
 
 
 class Constant(nn.Module):
@@ -157,42 +140,12 @@ def test_an_exception_of_the_module_is_an_error_of_its_law():
     assert "KeyError: 'no such state'" in str(report)
 
 
-def test_a_report_is_json_and_junit():
-    report = check(MixerAdapter("mixed rows"), laws=["alive", "alone", "packed"])
-    read = json.loads(report.json())
-    assert read["ok"] is False
-    assert [r["status"] for r in read["results"]] == ["ok", "broken", "not checked"]
-    suite = ET.fromstring(report.junit())
-    assert {k: suite.get(k) for k in ("tests", "failures", "errors", "skipped")} == {
-        "tests": "3",
-        "failures": "1",
-        "errors": "0",
-        "skipped": "1",
-    }
-    assert suite.find("testcase[@name='alone']/failure").text.count("torch.testing.assert_close") >= 1
-
-
-def test_a_difference_of_nan_is_json():
-    report = check(Adapter(partial(Constant, float("nan")), width=4), laws=["segments"])
-
-    def reject(constant: str) -> None:
-        raise AssertionError(constant)
-
-    assert json.loads(report.json(), parse_constant=reject)["results"][0]["relative"] is None
-
-
-def test_a_function_without_a_name_is_not_named_in_a_script():
-    adapter = FunctionAdapter(lambda q, k, v, state: (v if state is None else v + 1, v), width=12)
-    (result,) = check(adapter, laws=["steps"]).broken
-    assert "module = ...  # <lambda>, as it was given to check()" in result.script
-
-
-def test_an_adapter_without_source_gives_no_script():
-    """One that was typed at a prompt."""
-    names = {"MixerAdapter": MixerAdapter}
-    exec("class Typed(MixerAdapter):\n    @staticmethod\n    def call(*args): return MixerAdapter.call(*args)", names)
-    (result,) = check(names["Typed"]("mixed rows"), laws=["alone"]).broken
-    assert result.script is None
+def test_a_report_says_how_to_draw_the_inputs_again():
+    """The last shapes are those of what was compared, for each seed."""
+    report = check(MixerAdapter("mixed rows"), laws=["alone"])
+    drawn = "torch.float64 of shape (2, 1, 4), seed"
+    assert report.broken[0].inputs == f"{drawn} 0; {drawn} 2"
+    assert f"\n  inputs: {drawn} 0; {drawn} 2\n" in str(report)
 
 
 def test_packed_sequences_are_checked():

@@ -27,9 +27,7 @@ class ContractAdapter(Adapter):
     bitwise = frozenset({"no-future"})
 
     def __init__(self, module: nn.Module | Build, **options: Any) -> None:
-        options.setdefault("imports", ())
         super().__init__(module, **options)
-        self.imports += ("from lit_effattn import sequence",)
         self.causal = bool(options.get("causal", getattr(self.make(), "causal", True)))
 
     @staticmethod

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from lit_effattn.laws.adapter import Adapter, is_importable
+from lit_effattn.laws.adapter import Adapter
 
 
 class FunctionAdapter(Adapter):
@@ -23,9 +23,6 @@ class FunctionAdapter(Adapter):
 
     def __init__(self, function: Callable[..., Any], *, width: int = 24, **options: Any) -> None:
         options.setdefault("name", getattr(function, "__name__", "function"))
-        if is_importable(function):
-            options.setdefault("source", function.__name__)
-            options.setdefault("imports", (f"from {function.__module__} import {function.__name__}",))
         super().__init__(lambda: function, width=width, **options)
 
     @staticmethod

@@ -47,8 +47,6 @@ class HuggingFaceAdapter(Adapter):
     @staticmethod
     def call(module: Any, x: Tensor, state: Any = None, lengths: Tensor | None = None) -> tuple[Tensor, Any]:
         """Return logits, and the cache with the attention mask."""
-        import inspect
-
         cache, mask = state or (None, None)
         options: dict[str, Any] = {}
         if lengths is not None or mask is not None:

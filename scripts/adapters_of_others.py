@@ -1,4 +1,4 @@
-"""Tiny random models of the package transformers, by the name of their architecture."""
+"""Adapters of modules of other packages, whose laws `scripts/laws_of_others.py` checks."""
 
 from __future__ import annotations
 
@@ -7,8 +7,9 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from lit_effattn.laws.adapter import Adapter
+from lit_effattn.laws.adapter import Adapter, Build
 from lit_effattn.laws.adapters.hugging_face import HuggingFaceAdapter
 
 WIDTHS = {
@@ -66,35 +67,20 @@ class TinyAdapter(HuggingFaceAdapter):
     """
 
     def __init__(self, architecture: str, layers: list[str] | None = None) -> None:
-        try:
-            import transformers
-        except ModuleNotFoundError as error:
-            raise ValueError(
-                f"hf-tiny:{architecture} needs the package transformers: pip install transformers"
-            ) from error
+        import transformers
+
         transformers.logging.set_verbosity_error()
-        if architecture not in transformers.CONFIG_MAPPING:
-            raise ValueError(
-                f"hf-tiny:{architecture} is not an architecture of transformers {transformers.__version__}"
-            )
         self.architecture = architecture
         options = _sizes(transformers.CONFIG_MAPPING[architecture], architecture)
         if layers is not None:
             options |= {"layer_types": layers, "num_hidden_layers": len(layers)}
-        given = ", ".join(f"{key}={value!r}" for key, value in options.items())
-        config = f"transformers.CONFIG_MAPPING[{architecture!r}]({given})"
 
         def build() -> torch.nn.Module:
             made = transformers.CONFIG_MAPPING[architecture](**options)
             self.layers = list(getattr(made, "layer_types", None) or [])
             return transformers.AutoModelForCausalLM.from_config(made)
 
-        super().__init__(
-            build,
-            name=f"hf-tiny:{architecture}" + (f" of {', '.join(layers)}" if layers else ""),
-            source=f"transformers.AutoModelForCausalLM.from_config({config})",
-            imports=("import transformers",),
-        )
+        super().__init__(build, name=architecture + (f" of {', '.join(layers)}" if layers else ""))
 
     def smaller(self) -> Iterator[Adapter]:
         """Yield models of one kind of layer, then of two."""
@@ -117,3 +103,69 @@ def _sizes(config: Any, architecture: str) -> dict[str, Any]:
         and not isinstance(inspect.getattr_static(config, name, None), property)
     }
     return {**sizes, **SPECIAL.get(architecture, {}), "pad_token_id": 0, "bos_token_id": 0, "eos_token_id": None}
+
+
+class XTransformersAdapter(Adapter):
+    """A `TransformerWrapper` with a `Decoder`: tokens, a cache of keys and values. Padding is on the left.
+
+    A call is given the new tokens alone, and `seq_start_pos`, the first valid position of each row, if rows are padded.
+
+    Args:
+        module: The wrapper, or a function that builds it.
+        options: See `Adapter`. Default of `vocabulary`: the wrapper's.
+    """
+
+    padding = "left"
+    dtype = torch.float32  # positions are computed in float32
+    compiles = False
+    longest = 512
+    steps = 32
+    spacings = 16  # several layers, each of which rounds
+
+    def __init__(self, module: torch.nn.Module | Build, **options: Any) -> None:
+        super().__init__(module, **options)
+        self.vocabulary = options.get("vocabulary") or self.make().num_tokens
+
+    @staticmethod
+    def call(module: Any, x: Tensor, state: Any = None, lengths: Tensor | None = None) -> tuple[Tensor, Any]:
+        """Return logits, and the intermediates with the first valid positions."""
+        cache, start = (None, None) if state is None else state
+        if lengths is not None:
+            start = x.size(1) - lengths
+        options = {"cache": cache, "input_not_include_cache": True, "cache_age": 0, "seq_start_pos": start}
+        y, cache = module(x, return_intermediates=True, **options)
+        return y, (cache, start)
+
+
+class EmformerAdapter(Adapter):
+    """`torchaudio.models.Emformer` without right context: `forward` on the whole, and `infer` on segments.
+
+    A position of the laws is one segment of the encoder, so that a split is always one that `infer` allows.
+
+    Args:
+        module: The encoder, or a function that builds it. `right_context_length` is 0.
+        frames: Its `segment_length`.
+        d_input: Features of a frame.
+        options: See `Adapter`.
+    """
+
+    spacings = 16  # several layers, each of which rounds
+    longest = 64
+    steps = 16
+    compiles = False
+    batch_dim = 1
+
+    def __init__(self, module: torch.nn.Module | Build, *, frames: int, d_input: int, **options: Any) -> None:
+        super().__init__(module, width=frames * d_input, **options)
+
+    @staticmethod
+    def call(module: Any, x: Tensor, state: Any = None, lengths: Tensor | None = None) -> tuple[Tensor, Any]:
+        """Return outputs of `forward` without a state, of `infer` with one, and the state after `infer`."""
+        segments = x.unflatten(2, (module.segment_length, -1)).unbind(1)
+        frames, y, after = torch.full((len(x),), module.segment_length), [], state
+        for segment in segments:
+            z, _, after = module.infer(segment, frames, after)
+            y.append(z)
+        if state is None:
+            y = module(torch.cat(segments, 1), frames * len(segments))[0].split(module.segment_length, 1)
+        return torch.stack(list(y), 1).flatten(2), after

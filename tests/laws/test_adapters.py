@@ -1,0 +1,24 @@
+"""Adapters of other packages' modules and of functions."""
+
+from functools import partial
+
+import pytest
+
+from lit_effattn.laws import FunctionAdapter, HuggingFaceAdapter, check
+
+
+def test_a_tiny_model_of_transformers_keeps_the_laws():
+    transformers = pytest.importorskip("transformers")
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "vocab_size": 64, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "initializer_range": 0.2}
+    config = transformers.LlamaConfig(**sizes, **heads, pad_token_id=0, bos_token_id=0, eos_token_id=None)
+    laws = ["alive", "no-future", "segments", "steps", "alone", "padding", "ragged", "generation"]
+    report = check(HuggingFaceAdapter(partial(transformers.LlamaForCausalLM, config)), laws=laws)
+    assert [result.status for result in report.results] == ["ok"] * len(laws), report
+
+
+def test_a_function_is_checked_and_named():
+    adapter = FunctionAdapter(lambda q, k, v, state: (v if state is None else v + 1, v), width=12)
+    report = check(adapter, laws=["steps", "no-future"])
+    assert [result.status for result in report.results] == ["broken", "ok"], report
+    assert report.name == "<lambda>"

@@ -73,36 +73,35 @@ def test_kinds_options_and_modules_of_torch_are_named(capsys: pytest.CaptureFixt
     assert "float32" in out
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["nowhere.Mine"], "nowhere.Mine: No module named 'nowhere'"),
-        (["checked_module.Other"], "checked_module.Other: checked_module has no 'Other'"),
-        (["LinearAttentoin"], "has no 'LinearAttentoin'; did you mean LinearAttention?"),
-        (["checked_module:number"], "checked_module:number is a int; name a class"),
-        (["checked_module.broken"], "can't be built by broken(): OSError: no such file; give its options by --set"),
-        (["checked_module.Needy"], "can't be built by Needy(8, 2): TypeError"),
-        (["LinearAttention", "--laws", "order"], "laws='order' is not a law; there are alive"),
-        (["torch.nn.Linear", "--set", "in_features=3", "--set", "out_features=3"], "there is no built-in adapter"),
-        (["LinearAttention", "--set", "stride"], "'stride' is not OPTION=VALUE"),
-        (["LinearAttention", "--laws", ""], "laws='' is not a law"),
-        (["LinearAttention", "--device", "nowhere"], "device='nowhere' can't be used"),
-        (["LinearAttention", "--device", "meta"], "device='meta' can't be used"),
-        (["LinearAttention", "--unit", "0"], "LinearAttention: unit=0 must be at least 1"),
-        (["torch.nn.GRU", "--set", "batch_first=False"], "batch_first=False; make the module with batch_first=True"),
-        (
-            ["checked_module:built", "--set", "stride=3"],
-            "built takes no options; leave out --set stride",
-        ),
-    ],
-)
-def test_invalid_arguments_are_told_in_a_line(
-    folder: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], message: str
-):
-    with pytest.raises(SystemExit) as stopped:
-        main(["check", *arguments])
-    assert stopped.value.code == 2
-    assert message in capsys.readouterr().err
+INVALID = [
+    (["nowhere.Mine"], "nowhere.Mine: No module named 'nowhere'"),
+    (["checked_module.Other"], "checked_module.Other: checked_module has no 'Other'"),
+    (["LinearAttentoin"], "has no 'LinearAttentoin'; did you mean LinearAttention?"),
+    (["checked_module:number"], "checked_module:number is a int; name a class"),
+    (["checked_module.broken"], "can't be built by broken(): OSError: no such file; give its options by --set"),
+    (["checked_module.Needy"], "can't be built by Needy(8, 2): TypeError"),
+    (["LinearAttention", "--laws", "order"], "laws='order' is not a law; there are alive"),
+    (["torch.nn.Linear", "--set", "in_features=3", "--set", "out_features=3"], "there is no built-in adapter"),
+    (["LinearAttention", "--set", "stride"], "'stride' is not OPTION=VALUE"),
+    (["LinearAttention", "--laws", ""], "laws='' is not a law"),
+    (["LinearAttention", "--device", "nowhere"], "device='nowhere' can't be used"),
+    (["LinearAttention", "--device", "meta"], "device='meta' can't be used"),
+    (["LinearAttention", "--unit", "0"], "LinearAttention: unit=0 must be at least 1"),
+    (["torch.nn.GRU", "--set", "batch_first=False"], "batch_first=False; make the module with batch_first=True"),
+    (
+        ["checked_module:built", "--set", "stride=3"],
+        "built takes no options; leave out --set stride",
+    ),
+]
+"""Arguments, and what is said of them."""
+
+
+def test_invalid_arguments_are_told_in_a_line(folder: Path, capsys: pytest.CaptureFixture[str]):
+    for arguments, message in INVALID:
+        with pytest.raises(SystemExit) as stopped:
+            main(["check", *arguments])
+        assert (stopped.value.code, arguments) == (2, arguments)
+        assert message in capsys.readouterr().err
 
 
 def test_the_package_is_a_program(folder: Path):

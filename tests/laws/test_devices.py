@@ -59,8 +59,14 @@ def moved(case: Case, gpu: FakeTensorMode) -> SequenceModule:
 
 
 @each(HERE, EACH)
-def test_training_stays_on_its_device_and_waits_for_nothing(case: Case, gpu: FakeTensorMode):
-    module = moved(case, gpu).train()
+def test_a_module_stays_on_its_device_and_waits_for_nothing(case: Case, gpu: FakeTensorMode):
+    module = moved(case, gpu)
+    _trains(case, module.train(), gpu)
+    if case.causal:
+        _generates(case, module.eval(), gpu)
+
+
+def _trains(case: Case, module: SequenceModule, gpu: FakeTensorMode) -> None:
     with gpu, Stays():
         x = torch.zeros(2, case.unit + 2, module.d_input, device="cuda")
         y, state = module(x, None, None if case.causal else torch.ones(2, dtype=torch.long, device="cuda"))
@@ -68,10 +74,8 @@ def test_training_stays_on_its_device_and_waits_for_nothing(case: Case, gpu: Fak
         assert all(t.is_cuda for t in (y, *sequence.tensors(state)))
 
 
-@each([case for case in HERE if case.causal], EACH)
-def test_generation_stays_on_its_device_and_waits_for_nothing(case: Case, gpu: FakeTensorMode):
+def _generates(case: Case, module: SequenceModule, gpu: FakeTensorMode) -> None:
     """A state that grows may wait, as `SparseAttention` says; not one made with `max_len`."""
-    module = moved(case, gpu)
     with gpu, Stays(), torch.no_grad(), sequence.donated():
         x = torch.zeros(2, case.unit + 1, module.d_input, device="cuda")
         rows = torch.ones(2, dtype=torch.long, device="cuda")

@@ -157,9 +157,8 @@ def test_compiled_by_inductor_equals_eager(case: Case):
 # ------------------------------------------------------------------------------------------- sizes, growth, refusals
 
 
-@each([case for case in CAUSAL if case not in CROSS], EACH)
-def test_a_state_that_was_donated_is_refused(case: Case):
-    """Else the outputs would be of a cache that the first call has overwritten. A source is never overwritten."""
+def _a_state_that_was_donated_is_refused(case: Case):
+    """Else the outputs would be of a cache that the first call has overwritten."""
     module = case.build()
     x = inputs(module, 2, 1)
     refused = pytest.raises(ValueError, match=r"donated to an earlier call .* use the state that the call returned")
@@ -176,8 +175,7 @@ def test_a_state_that_was_donated_is_refused(case: Case):
             module(x, third)
 
 
-@each(CAUSAL, EACH)
-def test_sizes_are_final_with_max_len(case: Case):
+def _sizes_are_final_with_max_len(case: Case):
     module = case.build()
     state = module.initial_state(2, max_len=case.long)
     before = [(t.shape, t.dtype) for t in sequence.tensors(state)]
@@ -219,8 +217,7 @@ def test_a_grown_state_goes_on_as_one_that_was_made_larger(case: Case):
                 assert_close(stream(module, x[:, last:], [n - 1, 1], between)[0], expected)
 
 
-@each(CAUSAL, EACH)
-def test_a_state_that_has_room_is_not_copied(case: Case):
+def _a_state_that_has_room_is_not_copied(case: Case):
     """Nor is one that grows by itself."""
     module = case.build()
     x = inputs(module, 2, case.long)
@@ -231,16 +228,14 @@ def test_a_state_that_has_room_is_not_copied(case: Case):
         assert all(a is b for a, b in zip(sequence.tensors(grown), sequence.tensors(state), strict=True))
 
 
-@each(CAUSAL, EACH)
-def test_a_grown_state_keeps_its_types(case: Case):
+def _a_grown_state_keeps_its_types(case: Case):
     """Those given to `initial_state`; a compiled step would be compiled again."""
     module = case.build()
     state = module.initial_state(2, max_len=1, dtype=torch.float32)
     assert [t.dtype for t in sequence.tensors(module.grow(state, 999))] == [t.dtype for t in sequence.tensors(state)]
 
 
-@each(CAUSAL, EACH)
-def test_a_state_holds_no_more_than_it_counts(case: Case):
+def _a_state_holds_no_more_than_it_counts(case: Case):
     """A view into something larger keeps all of that alive, uncounted, for as long as the state is carried."""
     module = case.build()
     with torch.no_grad():
@@ -256,8 +251,7 @@ def test_growth_names_an_option_that_ends_it():
             assert type(module)(8, 2, True, **{module.bounded_by: 4}).bounded_by is None
 
 
-@each(CAUSAL, EACH)
-def test_padding_takes_no_room(case: Case):
+def _padding_takes_no_room(case: Case):
     """Rows fill a state made with `max_len` to the last slot, in one call or in steps, beside rows that are full."""
     module = case.build()
     for room, given_away in product((2, case.unit + 2, 3 * case.unit), (False, True)):
@@ -280,8 +274,7 @@ def test_padding_takes_no_room(case: Case):
                 assert_close(module(more, module.grow(state, room + more.size(1)))[0], later)
 
 
-@each(CAUSAL, EACH)
-def test_positions_beyond_the_room_are_refused(case: Case):
+def _positions_beyond_the_room_are_refused(case: Case):
     """Of the row that has too many; kinds whose state does not grow take them."""
     module = case.build()
     room = case.unit
@@ -298,14 +291,26 @@ def test_positions_beyond_the_room_are_refused(case: Case):
                 module(x[:, :n], state, lengths)
 
 
-@each(CAUSAL, EACH)
-def test_a_state_of_other_rows_is_refused(case: Case):
+def _a_state_of_other_rows_is_refused(case: Case):
     """Broadcast, it would give every row the memory of one."""
     module = case.build()
     for rows in (1, 3):
         _, state = module(inputs(module, rows, 3))
         with pytest.raises(ValueError, match=f"x has 2 rows and the state {rows}"):
             module(inputs(module, 2, 3), state)
+
+
+@each(CAUSAL, EACH)
+def test_a_state_keeps_its_size_and_refuses_what_does_not_fit(case: Case):
+    _sizes_are_final_with_max_len(case)
+    _a_state_that_has_room_is_not_copied(case)
+    _a_grown_state_keeps_its_types(case)
+    _a_state_holds_no_more_than_it_counts(case)
+    _padding_takes_no_room(case)
+    _positions_beyond_the_room_are_refused(case)
+    _a_state_of_other_rows_is_refused(case)
+    if case not in CROSS:  # a source is never overwritten
+        _a_state_that_was_donated_is_refused(case)
 
 
 # ----------------------------------------------------------------------------------------------------- the definition

@@ -171,9 +171,7 @@ def test_packed_is_alone_where_it_is_compiled(case: Case):
         _go_on_alike(module, sequence.select(after, torch.tensor([i])), state)
 
 
-@each(PACKED, quick=EACH)
-@pytest.mark.usefixtures("_long_rows")
-def test_without_the_state_outputs_gradients_and_losses_are_the_same(case: Case):
+def _without_the_state_all_else_is_the_same(case: Case):
     """Pieces are then called in other groups where states grow."""
     module = case.build()
     starts, lengths, _ = _pieces(case)
@@ -187,17 +185,8 @@ def test_without_the_state_outputs_gradients_and_losses_are_the_same(case: Case)
     assert sum(t.numel() for t in sequence.tensors(losses)) <= len(x) * len(sequence.losses_by_kind(state))
 
 
-WEIGHTED = [case for case in PACKED if isinstance(case.build(), Attention)]
-
-
-@each(WEIGHTED, quick=EACH)
-def test_a_position_gives_weight_to_its_own_sequence_alone(case: Case):
+def _a_position_gives_weight_to_its_own_sequence_alone(case: Case, carried: bool) -> None:
     """The weights of each piece are those of the piece alone, in its columns; all others are 0."""
-    for carried in (False, True)[: 1 + case.causal]:
-        _check_weights(case, carried)
-
-
-def _check_weights(case: Case, carried: bool) -> None:
     module = case.build()
     starts, lengths, pieces = _pieces(case)
     n = starts.size(1)
@@ -226,6 +215,15 @@ def _check_weights(case: Case, carried: bool) -> None:
         assert_close(weights[i], expected)
 
 
+@each(PACKED, quick=EACH)
+@pytest.mark.usefixtures("_long_rows")
+def test_packed_gives_weights_and_needs_no_state(case: Case):
+    _without_the_state_all_else_is_the_same(case)
+    if isinstance(case.build(), Attention):
+        for carried in (False, True)[: 1 + case.causal]:
+            _a_position_gives_weight_to_its_own_sequence_alone(case, carried)
+
+
 class Counting(torch.nn.Module):
     """The positions themselves, with the shape of each call."""
 
@@ -241,30 +239,29 @@ class Counting(torch.nn.Module):
         return x, None
 
 
-@pytest.mark.parametrize(
-    ("cost", "bounded_by", "keep_state", "calls"),
-    [
-        # 8 and 6 are alike, as are 5 and 4 of the others; the last piece of each row is in the first call.
-        (0, "window", True, [(2, 9, 1, 9), (2, 8, 8, 6), (2, 5, 5, 4), (1, 1, 1)]),
-        (5, "window", True, [(2, 9, 1, 9), (2, 8, 8, 6), (3, 5, 5, 4, 1)]),  # 4 positions of padding cost less
-        (10, "window", True, [(2, 9, 1, 9), (5, 8, 8, 6, 5, 4, 1)]),  # as do 9
-        (0, None, True, [(2, 9, 9, 8), (2, 6, 6, 5), (1, 4, 4), (2, 1, 1, 1)]),  # the last ones are 1 and 9
-        (0, "window", False, [(2, 9, 9, 8), (2, 6, 6, 5), (1, 4, 4), (2, 1, 1, 1)]),
-    ],
-)
-def test_pieces_of_similar_length_are_called_together(
-    cost: int, bounded_by: str | None, keep_state: bool, calls: list, monkeypatch: pytest.MonkeyPatch
-):
-    monkeypatch.setattr(sequence, "CALL_COST", cost)
+CALLS: list[tuple[int, str | None, bool, list[tuple[int, ...]]]] = [
+    # 8 and 6 are alike, as are 5 and 4 of the others; the last piece of each row is in the first call.
+    (0, "window", True, [(2, 9, 1, 9), (2, 8, 8, 6), (2, 5, 5, 4), (1, 1, 1)]),
+    (5, "window", True, [(2, 9, 1, 9), (2, 8, 8, 6), (3, 5, 5, 4, 1)]),  # 4 positions of padding cost less
+    (10, "window", True, [(2, 9, 1, 9), (5, 8, 8, 6, 5, 4, 1)]),  # as do 9
+    (0, None, True, [(2, 9, 9, 8), (2, 6, 6, 5), (1, 4, 4), (2, 1, 1, 1)]),  # the last ones are 1 and 9
+    (0, "window", False, [(2, 9, 9, 8), (2, 6, 6, 5), (1, 4, 4), (2, 1, 1, 1)]),
+]
+"""The cost of a call, what bounds the state, whether it is kept, and rows, positions and lengths of each call."""
+
+
+def test_pieces_of_similar_length_are_called_together(monkeypatch: pytest.MonkeyPatch):
     sizes = [[6, 4, 8, 1], [1, 5, 9]]
     x = torch.arange(38.0).view(2, 19, 1)
     starts = torch.zeros(2, 19, dtype=torch.bool)
     for row, lengths in zip(starts, sizes, strict=True):
         row[[sum(lengths[:i]) for i in range(len(lengths))]] = True
-    module = Counting(bounded_by)
-    y, _ = sequence.packed(module, x, starts, None, torch.tensor([19, 15]), keep_state=keep_state)
-    assert module.calls == calls
-    assert torch.equal(y, x.masked_fill(torch.arange(38).view(2, 19, 1) >= 19 + 15, 0))
+    for cost, bounded_by, keep_state, calls in CALLS:
+        monkeypatch.setattr(sequence, "CALL_COST", cost)
+        module = Counting(bounded_by)
+        y, _ = sequence.packed(module, x, starts, None, torch.tensor([19, 15]), keep_state=keep_state)
+        assert module.calls == calls
+        assert torch.equal(y, x.masked_fill(torch.arange(38).view(2, 19, 1) >= 19 + 15, 0))
 
 
 def test_position_wise_layers_of_a_transformer_read_no_padding():
@@ -291,13 +288,10 @@ def test_cu_seqlens_and_starts():
     assert sequence.cu_seqlens_of(starts).dtype == torch.int32
 
 
-@pytest.mark.parametrize("cu_seqlens", [[1, 2], [0, 2, 2], [0], [[0, 2]], [0.0, 2.0], [False, True]])
-def test_wrong_cu_seqlens_are_refused(cu_seqlens):
-    with pytest.raises(ValueError, match="cu_seqlens is"):
-        sequence.starts_of(torch.tensor(cu_seqlens))
-
-
-def test_cu_seqlens_of_small_unsigned_integers_are_refused_where_they_decrease():
+def test_wrong_cu_seqlens_are_refused():
+    for cu_seqlens in ([1, 2], [0, 2, 2], [0], [[0, 2]], [0.0, 2.0], [False, True]):
+        with pytest.raises(ValueError, match="cu_seqlens is"):
+            sequence.starts_of(torch.tensor(cu_seqlens))
     with pytest.raises(ValueError, match=r"cu_seqlens is \[0, 3, 1\]"):
         sequence.starts_of(torch.tensor([0, 3, 1], dtype=torch.uint8))
 
@@ -348,8 +342,7 @@ def test_the_law_packs_modules_of_the_contract():
     assert unchecked.reason == "the adapter has no `packed`"
 
 
-@each(SOURCES)
-def test_a_source_for_each_row_is_refused(case: Case):
-    module = case.build()
-    with pytest.raises(NotImplementedError, match="give each target a row of its own"):
-        sequence.packed(module, inputs(module, 1, 4), torch.zeros(1, 4, dtype=torch.bool), module.initial_state(1))
+def test_a_source_for_each_row_is_refused():
+    for module in (case.build() for case in SOURCES):
+        with pytest.raises(NotImplementedError, match="give each target a row of its own"):
+            sequence.packed(module, inputs(module, 1, 4), torch.zeros(1, 4, dtype=torch.bool), module.initial_state(1))

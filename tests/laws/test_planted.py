@@ -71,11 +71,10 @@ def test_a_sum_without_a_bug_keeps_the_laws():
     assert {result.status for result in report.results} == {"ok"}, report
 
 
-@pytest.mark.parametrize("bug", BUGS_OF_SUM)
-def test_a_bug_of_a_sum_is_found_and_shrunk(bug: str):
-    law, case = BUGS_OF_SUM[bug]
-    (result,) = check(SumAdapter(bug), laws=[law]).results
-    assert (result.status, result.case) == ("broken", case)
+def test_a_bug_of_a_sum_is_found_and_shrunk():
+    for bug, (law, case) in BUGS_OF_SUM.items():
+        (result,) = check(SumAdapter(bug), laws=[law]).results
+        assert (bug, result.status, result.case) == (bug, "broken", case)
 
 
 class Constant(nn.Module):

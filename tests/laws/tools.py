@@ -1,6 +1,7 @@
 """What the laws do to a module."""
 
-from collections.abc import Container, Sequence
+import functools
+from collections.abc import Callable, Container, Sequence
 from typing import Any
 
 import pytest
@@ -14,11 +15,36 @@ CLOSE = {"rtol": 1e-9, "atol": 1e-11}
 """Two ways to compute the same float64 numbers: some thousand roundings of 10⁻¹⁶."""
 
 
-def each(cases: Sequence[Case], quick: Container[str] | None = None) -> pytest.MarkDecorator:
-    """Run a test once for each of `cases`; those whose names are not in `quick` are exhaustive."""
-    slow = [() if quick is None or case.name in quick else pytest.mark.exhaustive for case in cases]
-    given = [pytest.param(case, id=case.name, marks=marks) for case, marks in zip(cases, slow, strict=True)]
-    return pytest.mark.parametrize("case", given)
+def each(cases: Sequence[Case], quick: Container[str] | None = None) -> Callable[[Callable[..., None]], Any]:
+    """Run a test for each of `cases`, those of one kind in a loop; those whose names are not in `quick` are exhaustive.
+
+    A failure names the cases of the kind that fail.
+    """
+    kinds: dict[tuple[str, bool], list[Case]] = {}
+    for case in cases:
+        slow = quick is not None and case.name not in quick
+        kinds.setdefault((case.name.partition("-")[0], slow), []).append(case)
+    given = [
+        pytest.param(of_kind, id=f"{kind}-others" if slow else kind, marks=[pytest.mark.exhaustive] if slow else ())
+        for (kind, slow), of_kind in kinds.items()
+    ]
+
+    def decorate(test: Callable[..., None]) -> Any:
+        @functools.wraps(test)
+        def looped(case: list[Case], **others: Any) -> None:
+            failed: dict[str, BaseException] = {}
+            for one in case:
+                try:
+                    test(one, **others)
+                except (Exception, pytest.fail.Exception) as error:
+                    failed[one.name] = error
+            if failed:
+                told = "\n".join(f"{name}: {type(error).__name__}: {error}" for name, error in failed.items())
+                raise AssertionError(told) from next(iter(failed.values()))
+
+        return pytest.mark.parametrize("case", given)(looped)
+
+    return decorate
 
 
 def inputs(module: sequence.SequenceModule, batch: int, n: int, seed: int = 0) -> Tensor:

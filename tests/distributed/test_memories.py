@@ -39,10 +39,7 @@ def test_a_single_process_has_one_stream():
     assert memories.scatter_memory([None], ATTENTION.initial_state(1)) is None
 
 
-@pytest.mark.parametrize(("streams", "kept"), [(4, [0.0, 1.0, 2.0, 3.0]), (2, [0.0, 2.0]), (1, [0.0])])
-def test_of_processes_with_one_stream_the_first_s_memory_is_kept(
-    streams: int, kept: list[float], monkeypatch: pytest.MonkeyPatch
-):
+def test_of_processes_with_one_stream_the_first_s_memory_is_kept(monkeypatch: pytest.MonkeyPatch):
     """Processes 0 … 3 hold memories 0 … 3; those that share a stream are neighbours."""
 
     def gather(everyone: list[Any], packed: Any) -> None:
@@ -50,11 +47,12 @@ def test_of_processes_with_one_stream_the_first_s_memory_is_kept(
 
     monkeypatch.setattr(dist, "all_gather_object", gather)
     monkeypatch.setattr(dist, "get_world_size", lambda: 4)
-    packed = WholeMemories(Streams(streams, 0), 4).gather_memory(memory(0.0))
-    assert [float(next(sequence.tensors(of_one)).flatten()[0]) for of_one in packed] == kept
-    for index, value in enumerate(kept):
-        found = WholeMemories(Streams(streams, index), 4).scatter_memory(packed, ATTENTION.initial_state(1))
-        assert float(next(sequence.tensors(found)).flatten()[0]) == value
+    for streams, kept in ((4, [0.0, 1.0, 2.0, 3.0]), (2, [0.0, 2.0]), (1, [0.0])):
+        packed = WholeMemories(Streams(streams, 0), 4).gather_memory(memory(0.0))
+        assert [float(next(sequence.tensors(of_one)).flatten()[0]) for of_one in packed] == kept
+        for index, value in enumerate(kept):
+            found = WholeMemories(Streams(streams, index), 4).scatter_memory(packed, ATTENTION.initial_state(1))
+            assert float(next(sequence.tensors(found)).flatten()[0]) == value
 
 
 def test_what_has_streams_of_its_own_is_asked_itself():

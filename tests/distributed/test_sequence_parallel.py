@@ -1,6 +1,7 @@
 """Sequences in parts on three processes: outputs, states and gradients are those of one process."""
 
 from functools import partial
+from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -122,6 +123,10 @@ def work(rank: int, folder: str) -> None:
     dist.destroy_process_group()
 
 
+def assert_close(name: str, found: Any, expected: Any, **tolerance: float) -> None:
+    torch.testing.assert_close(found, expected, **tolerance, msg=lambda message: f"{name}: {message}")
+
+
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """What each process found."""
@@ -130,15 +135,15 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     return [torch.load(folder / f"{rank}.pt", weights_only=True) for rank in range(P)]
 
 
-@pytest.mark.parametrize("name", STACKS)
-def test_parts_are_the_whole(name: str, found: list[dict[str, Any]]):
-    whole = train(model(name), None)
-    for rank in range(P):
+def test_parts_are_the_whole(found: list[dict[str, Any]]):
+    wholes = {name: train(model(name), None) for name in STACKS}
+    for (name, whole), rank in product(wholes.items(), range(P)):
+        of_rank = found[rank][name]
         for i, lengths in enumerate(SEGMENTS):
             expected = part_of(whole["outputs"][i].detach(), lengths, rank).nan_to_num(0)
-            torch.testing.assert_close(found[rank][name]["outputs"][i].detach(), expected)
-        torch.testing.assert_close(found[rank][name]["state"], whole["state"])
-        torch.testing.assert_close(found[rank][name]["grads"], whole["grads"])
+            assert_close(name, of_rank["outputs"][i].detach(), expected)
+        assert_close(name, of_rank["state"], whole["state"])
+        assert_close(name, of_rank["grads"], whole["grads"])
 
 
 def test_messages_do_not_grow_with_the_sequence(found: list[dict[str, Any]]):
@@ -161,7 +166,6 @@ KINDS = {
     "softmax": SoftmaxAttention,
     "windowed linear": WINDOWED,
 }
-each_kind = pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
 
 
 def states(attention: Any, n: int) -> list[sequence.State]:
@@ -174,23 +178,23 @@ def states(attention: Any, n: int) -> list[sequence.State]:
     return made
 
 
-@each_kind
-def test_a_summary_is_the_state_after_the_call(kind: Any):
-    attention = kind(E, H).double()
-    q, k, v = torch.randn(3, B, H, 11, E // H, dtype=torch.float64)
-    for lengths in (None, torch.tensor([11, 4, 0])):
-        torch.testing.assert_close(attention.summarise(k, v, lengths), attention.attend(q, k, v, None, lengths)[1])
+def test_a_summary_is_the_state_after_the_call():
+    for name, kind in KINDS.items():
+        attention = kind(E, H).double()
+        q, k, v = torch.randn(3, B, H, 11, E // H, dtype=torch.float64)
+        for lengths in (None, torch.tensor([11, 4, 0])):
+            assert_close(name, attention.summarise(k, v, lengths), attention.attend(q, k, v, None, lengths)[1])
 
 
-@each_kind
-def test_combining_is_associative_and_an_empty_state_is_neutral(kind: Any):
-    attention = kind(E, H).double()
-    a, b, c = states(attention, 3)
-    combine, empty = attention.combine_states, attention.initial_state(B)
-    torch.testing.assert_close(trimmed(combine(combine(a, b), c)), trimmed(combine(a, combine(b, c))))
-    for pair in ((empty, b), (b, empty)):
-        torch.testing.assert_close(trimmed(combine(*pair)), trimmed(b), rtol=0, atol=0)
-    torch.testing.assert_close(combine(empty, empty), empty, rtol=0, atol=0)
+def test_combining_is_associative_and_an_empty_state_is_neutral():
+    for name, kind in KINDS.items():
+        attention = kind(E, H).double()
+        a, b, c = states(attention, 3)
+        combine, empty = attention.combine_states, attention.initial_state(B)
+        assert_close(name, trimmed(combine(combine(a, b), c)), trimmed(combine(a, combine(b, c))))
+        for pair in ((empty, b), (b, empty)):
+            assert_close(name, trimmed(combine(*pair)), trimmed(b), rtol=0, atol=0)
+        assert_close(name, combine(empty, empty), empty, rtol=0, atol=0)
 
 
 def test_sums_of_an_earlier_draw_count_as_empty_but_for_their_length():
@@ -205,23 +209,20 @@ def test_sums_of_an_earlier_draw_count_as_empty_but_for_their_length():
 # -------------------------------------------------------------------------------------------------------- the refusals
 
 
-@pytest.mark.parametrize(
-    "module",
-    [
-        LSTM(E, 1),
-        SparseAttention(E, H, pattern="fixed", stride=2),
-        Transformer(E, H, 1, attention=LSHAttention),
-        TransformerXLAttention(E, H),
-    ],
-    ids=type,
-)
-def test_what_does_not_support_parts_says_so(module: Any):
-    with sequence.in_parts(SimpleNamespace(count=lambda seen: (seen, seen), unsupported=Parts.unsupported)):  # type: ignore[arg-type]
-        with pytest.raises(
-            NotImplementedError,
-            match=r"(LSTM|SparseAttention|LSHAttention|TransformerXLAttention) does not support sequence_parallel",
+PRETENDED: Any = SimpleNamespace(count=lambda seen: (seen, seen), unsupported=Parts.unsupported)
+
+
+def test_what_does_not_support_parts_says_so():
+    stack = Transformer(E, H, 1, attention=LSHAttention)
+    with sequence.in_parts(PRETENDED):
+        for module, name in (
+            (LSTM(E, 1), "LSTM"),
+            (SparseAttention(E, H, pattern="fixed", stride=2), "SparseAttention"),
+            (stack, "LSHAttention"),
+            (TransformerXLAttention(E, H), "TransformerXLAttention"),
         ):
-            module(torch.randn(1, 4, E))
+            with pytest.raises(NotImplementedError, match=f"{name} does not support sequence_parallel"):
+                module(torch.randn(1, 4, E))
         with pytest.raises(NotImplementedError, match="LinearAttention: sequence_parallel needs causal=True; set it"):
             LinearAttention(E, H, causal=False)(torch.randn(1, 4, E))
         cross = LinearCrossAttention(E, H)
@@ -238,17 +239,17 @@ def test_the_kinds_that_support_parts_are_those_that_the_message_names():
     assert TransformerXLAttention(E, H, same_length=True).takes_parts
 
 
-@pytest.mark.parametrize("name", [name for name, kind in attention_kinds().items() if not kind.takes_parts])
-def test_every_other_kind_names_those_in_one_line(name: str):
+def test_every_other_kind_names_those_in_one_line():
     """Alone and in a Transformer."""
-    kind = attention_kinds()[name]
-    pretended: Any = SimpleNamespace(count=lambda seen: (seen, seen), unsupported=Parts.unsupported)
-    for module in (kind(E, H), Transformer(E, H, 1, attention=kind, positions=None)):
-        with (
-            sequence.in_parts(pretended),
-            pytest.raises(NotImplementedError, match=rf"^{name} does not support .*; causal LinearAttention, [^\n]*$"),
-        ):
-            module(torch.randn(1, 4, E))
+    for name, kind in attention_kinds().items():
+        for module in () if kind.takes_parts else (kind(E, H), Transformer(E, H, 1, attention=kind, positions=None)):
+            with (
+                sequence.in_parts(PRETENDED),
+                pytest.raises(
+                    NotImplementedError, match=rf"^{name} does not support .*; causal LinearAttention, [^\n]*$"
+                ),
+            ):
+                module(torch.randn(1, 4, E))
 
 
 def test_processes_are_needed():

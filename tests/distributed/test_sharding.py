@@ -441,11 +441,11 @@ def spawned(folder: Path, cases: str, size: int = P) -> list[dict[str, Any]]:
     return [torch.load(folder / f"{rank}.pt", weights_only=True) for rank in range(size)]
 
 
-def assert_like_one(make: Callable[[], Task], found: list[Any], streams: int = P) -> None:
+def assert_like_one(name: str, make: Callable[[], Task], found: list[dict[str, Any]], streams: int = P) -> None:
     losses, parameters = train(make, None, streams=streams)
-    for rank, (own, whole) in enumerate(found):
-        torch.testing.assert_close(own, losses[rank * streams // len(found) :: streams])
-        torch.testing.assert_close(whole, dict(parameters))
+    for rank, (own, whole) in enumerate(of_rank[name] for of_rank in found):
+        expected = losses[rank * streams // len(found) :: streams], dict(parameters)
+        torch.testing.assert_close((own, whole), expected, msg=lambda message: f"{name}: {message}")
 
 
 @pytest.fixture(scope="module")
@@ -460,25 +460,25 @@ def found(folder: Path) -> list[dict[str, Any]]:
     return spawned(folder, "quick")
 
 
-@pytest.mark.parametrize("name", QUICK)
-def test_losses_and_parameters_are_those_of_one_process(name: str, found: list[dict[str, Any]]):
-    assert_like_one(QUICK[name], [of_rank[name] for of_rank in found])
+def test_losses_and_parameters_are_those_of_one_process(found: list[dict[str, Any]]):
+    for name, make in QUICK.items():
+        assert_like_one(name, make, found)
 
 
-@pytest.mark.parametrize("name", DIVIDED_HEADS)
-def test_processes_that_divide_heads_train_as_one(name: str, found: list[dict[str, Any]]):
-    assert_like_one(DIVIDED_HEADS[name], [of_rank[f"heads of {name}"] for of_rank in found], streams=1)
+def test_processes_that_divide_heads_train_as_one(found: list[dict[str, Any]]):
+    for name, make in DIVIDED_HEADS.items():
+        assert_like_one(f"heads of {name}", make, found, streams=1)
 
 
 @pytest.mark.exhaustive
 def test_every_kind_and_task(folder: Path):
     found = spawned(folder, "every")
     for name, make in EVERY.items():
-        assert_like_one(make, [of_rank[name] for of_rank in found])
+        assert_like_one(name, make, found)
     for name, make in (MORE_DIVIDED_HEADS | OF_DIVIDED_HEADS).items():
-        assert_like_one(make, [of_rank[f"heads of {name}"] for of_rank in found], streams=1)
+        assert_like_one(f"heads of {name}", make, found, streams=1)
     for name, make in OF_DDP.items():
-        assert_like_one(make, [of_rank[f"DDP, {name}"] for of_rank in found])
+        assert_like_one(f"DDP, {name}", make, found)
     for name, *_ in resumed():
         whole, again = (folder / name / part / "checkpoints" / "last.ckpt" for part in ("whole", "resumed"))
         assert_same_end(whole, again)
@@ -488,7 +488,7 @@ def test_every_kind_and_task(folder: Path):
 def test_four_processes_divide_heads_and_batches(folder: Path):
     found = spawned(folder, "2 x 2", 2 * P)
     for name, make in (MORE_DIVIDED_HEADS | OF_DIVIDED_HEADS).items():
-        assert_like_one(make, [of_rank[f"heads of {name}"] for of_rank in found])
+        assert_like_one(f"heads of {name}", make, found)
 
 
 def test_a_run_is_that_of_one_process_and_resumes_exactly(folder: Path, found: list[dict[str, Any]]):
@@ -540,16 +540,17 @@ def leaves(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     return tensors, {name: leaf for name, leaf in found.items() if name not in tensors}
 
 
-@pytest.mark.parametrize("name", ["", "memory "])
-def test_parts_put_together_are_the_file_of_one_process(name: str, folder: Path, found: list[dict[str, Any]]):
-    whole, parts = (folder / f"{name}{kind}" / "checkpoints" for kind in ("whole", "parts"))
-    files = sorted(path.name for path in whole.iterdir())
-    assert sorted(path.name for path in parts.iterdir()) == files
-    for file in files:
-        (tensors, rest), (others, others_rest) = leaves(whole / file), leaves(parts / file)
-        assert same(tensors, others)
-        assert rest == others_rest
-        assert sorted(path.name for path in (parts / file).iterdir()) == ["common.pt", "part_00000.pt", "part_00001.pt"]
+def test_parts_put_together_are_the_file_of_one_process(folder: Path, found: list[dict[str, Any]]):
+    names = ["common.pt", "part_00000.pt", "part_00001.pt"]
+    for name in ("", "memory "):
+        whole, parts = (folder / f"{name}{kind}" / "checkpoints" for kind in ("whole", "parts"))
+        files = sorted(path.name for path in whole.iterdir())
+        assert sorted(path.name for path in parts.iterdir()) == files
+        for file in files:
+            (tensors, rest), (others, others_rest) = leaves(whole / file), leaves(parts / file)
+            assert same(tensors, others)
+            assert rest == others_rest
+            assert sorted(path.name for path in (parts / file).iterdir()) == names
 
 
 def test_each_process_keeps_its_own_memory(folder: Path, found: list[dict[str, Any]]):

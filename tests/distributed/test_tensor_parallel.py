@@ -1,5 +1,6 @@
 """What tensor parallelism refuses; what it computes is in test_sharding.py, whose processes it shares."""
 
+from itertools import product
 from types import SimpleNamespace
 
 import pytest
@@ -12,24 +13,21 @@ from lit_effattn.settings.kinds import attention_kinds
 TWO = SimpleNamespace(size=lambda: 2, get_local_rank=lambda: 0)
 
 
-@pytest.mark.parametrize(
-    ("model", "said"),
-    [
+def test_what_does_not_divide_is_told():
+    for model, said in (
         (LSTM(8, 1), "tensor_parallel_size=2: an LSTM has no heads to divide; leave it out"),
         (nn.Sequential(Transformer(8, 2, 1, d_ff=9)), "tensor_parallel_size=2 does not divide d_ff=9; change one"),
         (Transformer(12, 3, 1), "tensor_parallel_size=2 does not divide n_heads=3"),
-    ],
-)
-def test_what_does_not_divide_is_told(model: nn.Module, said: str):
-    with pytest.raises(ValueError, match=said):
-        divide(model, TWO)
+    ):
+        with pytest.raises(ValueError, match=said):
+            divide(model, TWO)
 
 
-@pytest.mark.parametrize("n_heads", [2, 3])
-@pytest.mark.parametrize("name", [name for name, kind in attention_kinds().items() if not kind(12, 2).divides_heads])
-def test_a_kind_that_does_not_divide_its_heads_names_those_that_do(name: str, n_heads: int):
+def test_a_kind_that_does_not_divide_its_heads_names_those_that_do():
     """With any number of heads, since another number would not help."""
-    model = Transformer(12, n_heads, 1, attention=attention_kinds()[name], positions=None)
-    said = rf"^tensor_parallel_size=2: {name} does not divide .*; leave it out, or choose SoftmaxAttention, [^\n]*$"
-    with pytest.raises(ValueError, match=said):
-        divide(model, TWO)
+    others = {name: kind for name, kind in attention_kinds().items() if not kind(12, 2).divides_heads}
+    assert others
+    for (name, kind), n_heads in product(others.items(), (2, 3)):
+        said = rf"^tensor_parallel_size=2: {name} does not divide .*; leave it out, or choose SoftmaxAttention, [^\n]*$"
+        with pytest.raises(ValueError, match=said):
+            divide(Transformer(12, n_heads, 1, attention=kind, positions=None), TWO)

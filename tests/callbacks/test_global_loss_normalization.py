@@ -39,7 +39,7 @@ def joined(*batches: Any) -> Any:
 def trained(folder: Path, batches: list[TokenBatch], *callbacks: Any, **options: Any) -> Tensor:
     """Return all parameters after a step of SGD."""
     torch.manual_seed(0)
-    model = LanguageModel(LSTM(8, 1), V, optimizer=partial(torch.optim.SGD, lr=1.0))
+    model = LanguageModel(LSTM(8, 1), V, optimizer=partial(torch.optim.SGD, lr=1.0)).double()
     options = {"max_steps": 1, "gradient_clip_val": 0.2, **options}
     trainer(folder, callbacks, **options).fit(model, DataLoader(batches, batch_size=None))  # type: ignore[arg-type]
     return torch.cat([p.detach().flatten() for p in model.parameters()])
@@ -73,7 +73,7 @@ def test_two_processes_give_the_update_of_one(tmp_path: Path):
 
 def speech(*phones: int) -> SpeechBatch:
     n = torch.tensor([len(phones)])
-    features = torch.randn(1, 20, 4, generator=torch.Generator().manual_seed(len(phones)))
+    features = torch.randn(1, 20, 4, generator=torch.Generator().manual_seed(len(phones))).double()
     return SpeechBatch(features, torch.tensor([20]), torch.tensor([[*phones, 0, 0, 0]])[:, :3], n, None)  # type: ignore[arg-type]
 
 
@@ -109,7 +109,7 @@ def translator() -> Task:
 )
 def test_the_loss_of_two_batches_is_the_mean_by_scored_items(make: Any, one: Any, other: Any):
     torch.manual_seed(0)
-    model = make()
+    model = make().double()
     a, b = model.objective(one), model.objective(other)
     both = model.objective(torch.cat([one, other]) if isinstance(one, Tensor) else joined(one, other))
     assert a.n_scored != b.n_scored

@@ -80,14 +80,14 @@ def test_segments_with_carried_memory_cost_what_one_pass_over_the_stream_costs(t
     made, spy, data = model(), Spy(), loader(6, fresh=((2, 1), (5, 0)))
     trainer(tmp_path, [MemoryCarry(), spy], max_epochs=2).fit(made, data)
     made = made.train()
-    tokens, expected = data.dataset.tokens, torch.zeros(6)
+    tokens, expected = data.dataset.tokens, torch.zeros(6).double()
     with torch.no_grad():
         for row, borders in enumerate(([0, 5, 6], [0, 2, 6], [0, 6])):
             for a, b in pairwise(borders):
                 costs = nats(made, tokens[row, a * SEGMENT : b * SEGMENT + 1])
                 expected[a:b] += costs.view(b - a, SEGMENT).mean(1) / ROWS
     # The second epoch begins with empty memories again.
-    torch.testing.assert_close(torch.tensor(spy.losses), expected.repeat(2).float(), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(torch.tensor(spy.losses, dtype=torch.double), expected.repeat(2))
 
 
 def test_without_it_every_segment_is_alone(tmp_path):
@@ -105,7 +105,7 @@ def test_without_it_every_segment_is_alone(tmp_path):
             torch.stack([nats(made, row[i * SEGMENT : (i + 1) * SEGMENT + 1]).mean() for row in data.dataset.tokens])
             for i in range(3)
         ]
-    torch.testing.assert_close(torch.tensor(losses), torch.stack([a.mean() for a in alone]).float())
+    torch.testing.assert_close(torch.tensor(losses, dtype=torch.double), torch.stack([a.mean() for a in alone]))
 
 
 def test_a_validation_in_mid_epoch_leaves_the_memory_of_training_alone(tmp_path):

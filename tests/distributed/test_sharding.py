@@ -278,7 +278,7 @@ def run(folder: Path, steps: int, strategy: Any, ckpt_path: Path | None = None, 
     """Train to a step; return the last checkpoint."""
     torch.manual_seed(0)
     backbone, adamw = stack(kind, gradient_checkpointing=True), partial(torch.optim.AdamW, weight_decay=0.1)
-    task = PixelModel(backbone, (2, 3, 2), n_levels=V, optimizer=adamw, decay_biases_and_gains=False)
+    task = PixelModel(backbone, (2, 3, 2), n_levels=V, optimizer=adamw, decay_biases_and_gains=False).double()
     redraw = [FeatureRedraw(1)] if hasattr(kind(E, H), "redraw") else []
     callbacks = [*redraw, ClipEachParameter(0.1), CheckFinite(), RandomStates(), LastCheckpoint(keep=4)]
     trainer = pl.Trainer(
@@ -304,7 +304,7 @@ def run(folder: Path, steps: int, strategy: Any, ckpt_path: Path | None = None, 
 def scored(strategy: Any) -> dict[str, float]:
     """Validate on two batches; return the figures."""
     torch.manual_seed(0)
-    task = speech(stack(LinearAttention, causal=False))
+    task = speech(stack(LinearAttention, causal=False)).double()
     trainer = pl.Trainer(
         accelerator="cpu",
         devices=P if dist.is_initialized() else 1,
@@ -378,7 +378,7 @@ def carry(
         enable_progress_bar=False,
         enable_model_summary=False,
     )
-    task = language(kind)
+    task = language(kind).double()
     steps = [0, 1] if ckpt_path is None else [1, 1]  # a loader that can't resume begins anew
     batches = [batch(task, step, place(strategy)[1]) for step in steps]
     trainer.fit(task, DataLoader(batches, batch_size=None), ckpt_path=ckpt_path)

@@ -18,7 +18,7 @@ from lit_effattn import SpeechRecognizer, Transformer
 from lit_effattn.attention import LinearAttention, SoftmaxAttention
 from lit_effattn.cli import main
 from lit_effattn.datamodules import Filterbanks
-from lit_effattn.datamodules.speech.filterbanks import RunningNormalization, moments, normalized
+from lit_effattn.datamodules.speech.filterbanks import SCALE, RunningNormalization, moments, normalized
 from lit_effattn.interchange.export import METADATA, export
 from lit_effattn.interchange.steps import SpeechStep, _FilterbankLayer
 from lit_effattn.nn.front_ends import ConvSubsampling
@@ -27,6 +27,7 @@ from lit_effattn.tasks.ctc import GreedyDecoder
 from lit_effattn.tasks.speech_stream import StreamFeatures
 from tests.interchange.test_export import empty, needs
 from tests.support.commands import REPOSITORY, fails
+from tests.support.rounding import rounding
 from tests.tasks.test_speech_stream import KINDS, PHONES, model, sound, whole
 
 BANKS = Filterbanks(8000, n_mels=10)  # frames of 200 samples, 80 apart
@@ -40,7 +41,7 @@ def chunks(features: Tensor, factor: int, look_ahead: int) -> Iterator[tuple[Ten
     """The inputs of the steps for (T, F), with anything in the padding, and as many more as the model looks ahead."""
     for t in range(-(-len(features) // factor) + look_ahead):
         part = features[t * factor : (t + 1) * factor]
-        padded = torch.full((factor, features.size(1)), 7.0)
+        padded = features.new_full((factor, features.size(1)), 7.0)
         padded[: len(part)] = part
         yield padded, torch.tensor(len(part))
 
@@ -61,11 +62,11 @@ def stepped(run: Run, state: list[Tensor], rows: list[Tensor], recognizer: Speec
 @torch.no_grad()
 def test_steps_are_the_whole(kind: str, front_end: str, look_ahead: int):
     """Two rows of 37 feature vectors: the last of 10 frames of factor 4 has one, the last of 13 of factor 3 too."""
-    recognizer = model(kind, front_end, look_ahead)
-    rows = list(torch.randn(2, 37, 10, generator=torch.Generator().manual_seed(0)))
+    recognizer = model(kind, front_end, look_ahead).double()
+    rows = list(torch.randn(2, 37, 10, generator=torch.Generator().manual_seed(0)).double())
     step = SpeechStep(recognizer, 2, None, None)
     streamed = stepped(step, list(tensors(step.empty)), rows, recognizer)
-    torch.testing.assert_close(streamed, torch.stack([whole(recognizer, row) for row in rows]), rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(streamed, torch.stack([whole(recognizer, row) for row in rows]))
 
 
 class Wide(ConvSubsampling):
@@ -80,33 +81,38 @@ class Wide(ConvSubsampling):
 def test_a_front_end_that_reads_several_frames_again():
     torch.manual_seed(0)
     backbone = Transformer(16, 2, 1, attention=LinearAttention)
-    recognizer = SpeechRecognizer(backbone, 10, PHONES, front_end=Wide).eval()
+    recognizer = SpeechRecognizer(backbone, 10, PHONES, front_end=Wide).double().eval()
     step = SpeechStep(recognizer, 1, None, None)
     assert step.empty.features.shape == (1, 12, 10)
-    row = torch.randn(23, 10)
+    row = torch.randn(23, 10).double()
     streamed = stepped(step, list(tensors(step.empty)), [row], recognizer)
-    torch.testing.assert_close(streamed[0], whole(recognizer, row), rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(streamed[0], whole(recognizer, row))
 
 
 def test_filterbanks_by_matrices():
     for samples in (sound(680), sound(680).cumsum(0) / 9 + 0.2, torch.zeros(680)):  # noise, low frequencies, silence
-        result = _FilterbankLayer(BANKS, 7)(samples[None])
-        torch.testing.assert_close(result[0], BANKS(samples), rtol=1e-5, atol=1e-4)
+        layer = _FilterbankLayer(BANKS, 7)
+        expected, frames = BANKS(samples.double()), SCALE * samples.unfold(0, 200, 80)
+        # Sums of 200 terms are inexact by ε; the root of an energy, a weighted norm of them, by ε √(sum of weights).
+        inexact = rounding(torch.float32, 200) * layer.transform.abs().max() * frames.norm(dim=-1, keepdim=True)
+        error = 2 * (inexact * BANKS.weights().sum(0).sqrt() / expected.div(2).exp()).log1p()
+        assert ((layer(samples[None])[0] - expected).abs() <= error + rounding(torch.float32, 1, 20)).all()
 
 
 @torch.no_grad()
 def test_samples_are_made_into_features():
-    recognizer, samples = model("linear", look_ahead=2), sound(N)
+    """The matrices of the filterbanks have float32's digits, on any processor."""
+    recognizer, samples = model("linear", look_ahead=2).double(), sound(N).double()
     x = BANKS(samples)
     for features, expected in (
         (StreamFeatures(BANKS, STATISTICS), normalized(x, STATISTICS)),
         (StreamFeatures(BANKS, running=True), RunningNormalization()(x)),
         (StreamFeatures(BANKS), x),
     ):
-        step = SpeechStep(recognizer, 1, None, features)
+        step = SpeechStep(recognizer, 1, None, features).double()
         state, outputs = tensors(step.empty), []
         for t in range(11):
-            part = torch.zeros(1, 440)
+            part = samples.new_zeros(1, 440)
             given = samples[320 * t : 320 * t + 440]
             part[0, : len(given)] = given
             log_probs, *state = step(part, torch.tensor([4 if t < 9 else 0]), *state)
@@ -154,7 +160,9 @@ def test_an_exported_step_is_the_whole(kind: str, front_end: str, format: str, t
     assert about["frame_seconds"] == 0.01 * about["subsampling"] == 0.01 * recognizer.subsampling
     rows = list(torch.randn(2, 37, 10, generator=torch.Generator().manual_seed(0)))
     streamed = stepped(run, empty(about), rows, recognizer)
-    torch.testing.assert_close(streamed, torch.stack([whole(recognizer, row) for row in rows]), rtol=1e-4, atol=1e-4)
+    expected = torch.stack([whole(recognizer, row) for row in rows])
+    tolerance = rounding(torch.float32, 2 * 8 * 16, 10)  # two layers; the look-ahead has weights of 5
+    torch.testing.assert_close(streamed, expected, rtol=tolerance, atol=tolerance)
 
 
 # ------------------------------------------------------------------------------------------------ the command

@@ -92,14 +92,14 @@ CASES = [
 
 @pytest.mark.parametrize("sizes", SIZES)
 def test_a_stream_is_the_whole(sizes: str):
-    banks, samples = Filterbanks(8000, n_mels=10), sound(sum(SIZES[sizes]))
+    banks, samples = Filterbanks(8000, n_mels=10), sound(sum(SIZES[sizes])).double()
     features = RunningNormalization()(banks(samples))
     pieces = [*samples.split(SIZES[sizes]), samples[:0]]
     for case in CASES:
-        recognizer = model(*case)
+        recognizer = model(*case).double()
         first, second = (SpeechStream(recognizer, banks, RunningNormalization()) for _ in range(2))
         streamed = torch.cat(read(first, pieces))
-        torch.testing.assert_close(streamed, whole(recognizer, features), rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(streamed, whole(recognizer, features))
         phones = heard(second, pieces)
         (labels,) = GreedyDecoder()(streamed[None], torch.tensor([len(streamed)]), PHONES)
         assert [phone.phone for phone in phones] == [PHONES[label - 1] for label in labels], case
@@ -128,7 +128,8 @@ def test_times_and_confidence_are_those_of_the_first_frame(monkeypatch: pytest.M
 
 def test_a_beam_stream_gives_the_phones_of_the_whole(tmp_path: Path):
     pytest.importorskip("flashlight")
-    recognizer, samples, banks, decoder = model("linear"), sound(6000), Filterbanks(8000, n_mels=10), BeamDecoder(5)
+    recognizer, samples = model("linear").double(), sound(6000).double()
+    banks, decoder = Filterbanks(8000, n_mels=10), BeamDecoder(5)
     stream = SpeechStream(recognizer, banks, decoder=decoder)
     phones, log_probs = heard(stream, [*samples.split(500)]), whole(recognizer, banks(samples))
     (labels,) = decoder(log_probs[None], torch.tensor([len(log_probs)]), PHONES)

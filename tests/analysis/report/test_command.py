@@ -2,6 +2,7 @@
 
 import io
 import json
+import math
 import re
 import shutil
 import subprocess
@@ -271,7 +272,7 @@ def test_a_sequence_is_cut_to_what_is_valid_and_drawn():
 
 def test_carried_memory_is_that_of_the_segments_before_and_bits_follow_from_it():
     torch.manual_seed(0)
-    model = LanguageModel(Transformer(8, 2, 1, attention=LinearAttention), 5).eval()
+    model = LanguageModel(Transformer(8, 2, 1, attention=LinearAttention), 5).double().eval()
     stream = torch.randint(5, (1, 13))
     inputs, targets = stream[:, :12], stream[:, 1:].clone()
     targets[0, 9] = IGNORE
@@ -282,8 +283,8 @@ def test_carried_memory_is_that_of_the_segments_before_and_bits_follow_from_it()
     log_probs = model.head.log_probs(whole)[0, 9:]
     found = token_bits(model, sequence)
     assert [token for token, _ in found] == [str(int(token)) for token in targets[0, 10:]]
-    expected = -log_probs[torch.arange(1, 3), targets[0, 10:]] / torch.log(torch.tensor(2.0))
-    torch.testing.assert_close(torch.tensor([bits for _, bits in found]), expected)
+    expected = -log_probs[torch.arange(1, 3), targets[0, 10:]] / math.log(2)
+    torch.testing.assert_close(log_probs.new_tensor([bits for _, bits in found]), expected)
     assert model.memory is None
 
 

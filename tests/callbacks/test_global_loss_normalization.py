@@ -66,7 +66,7 @@ def test_a_second_step_and_a_short_last_one_count_afresh(tmp_path: Path):
 @pytest.mark.processes
 def test_two_processes_give_the_update_of_one(tmp_path: Path):
     whole = trained(tmp_path, [joined(*rows())])
-    strategy = DDPStrategy(start_method="forkserver")
+    strategy = DDPStrategy(start_method="spawn")  # forked from a server, processes of Lightning share the weights
     options: Any = {"strategy": strategy, "devices": 2, "accumulate_grad_batches": 2, "plugins": None}
     torch.testing.assert_close(trained(tmp_path, rows(), GlobalLossNormalization(), **options), whole)
 

@@ -104,7 +104,7 @@ class Trainer(pl.Trainer):
         """
         if n is not None and n < 1:
             raise ValueError(f"--n {n}: draw at least one sample")
-        how = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "seed": seed, "compile": compile}
+        how = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "seed": seed, "compile": compile or None}
         drawing: dict[str, Any] = {name: value for name, value in how.items() if value is not None}
         sampling = Sampling(**drawing)
         not_searching = {name: value for name, value in drawing.items() if name != "compile"}

@@ -58,14 +58,14 @@ def load_state(path: Path, model: nn.Module, backbone: SequenceModule) -> Kept:
     """
     leaves, about = _read(path, {"drawn"}, {_TOKENS}, model, backbone, "generate")
     tokens = leaves.pop(_TOKENS)
-    return Kept(_of_backbone(backbone, leaves, path, len(tokens)), tokens, about["drawn"])
+    return Kept(_of_backbone(backbone, leaves, path, len(tokens), max_len=1), tokens, about["drawn"])
 
 
 def load_images(path: Path, model: nn.Module, backbone: SequenceModule) -> tuple[Kept, Tensor]:
     """Read a file of `save_state` with images, and return the state and the levels so far (n, P): see `load_state`."""
     leaves, about = _read(path, {"drawn"}, {_TOKENS, _LEVELS}, model, backbone, "generate")
     tokens, levels = leaves.pop(_TOKENS), leaves.pop(_LEVELS)
-    return Kept(_of_backbone(backbone, leaves, path, len(tokens)), tokens, about["drawn"]), levels
+    return Kept(_of_backbone(backbone, leaves, path, len(tokens), max_len=1), tokens, about["drawn"]), levels
 
 
 def load_source(path: Path, model: nn.Module, backbone: SequenceModule, like: State) -> tuple[Tensor, State]:
@@ -116,7 +116,7 @@ def load_stream(stream: SpeechStream, path: Path) -> None:
         written = ", ".join(f"{name} {value}" for name, value in about["stream"].items())
         raise ValueError(f"{path} is of a stream with other options; give those with which it was written: {written}")
     given: Any = {name: leaves.pop(name, None) for name in stream.kept._fields if name != "state"}
-    state = _of_backbone(backbone, leaves, path, 1) if leaves else None
+    state = _of_backbone(backbone, leaves, path, 1, max_len=None) if leaves else None
     for name in ("samples", "moments"):  # of the features, which are computed on the CPU
         given[name] = None if given[name] is None else given[name].cpu()
     stream.kept = stream.kept._replace(**given, state=state)
@@ -225,9 +225,14 @@ def _leaves(state: State, name: str = "state") -> Iterator[tuple[str, Tensor]]:
             yield from _leaves(part, f"{name}.{i}")
 
 
-def _of_backbone(backbone: SequenceModule, leaves: dict[str, Tensor], path: Path, rows: int) -> State:
-    """Return the state of `rows` rows with the tensors `leaves`, which must have room for the positions it has read."""
-    state = _filled(backbone.initial_state(rows, max_len=1, device=torch.device("meta")), leaves, path)
+def _of_backbone(
+    backbone: SequenceModule, leaves: dict[str, Tensor], path: Path, rows: int, *, max_len: int | None
+) -> State:
+    """Return the state of `rows` rows with the tensors `leaves`, which must have room for the positions it has read.
+
+    It is made with `max_len`, or without, as the one that was written: their structures differ.
+    """
+    state = _filled(backbone.initial_state(rows, max_len=max_len, device=torch.device("meta")), leaves, path)
     longest = max((int(length.max()) for length in _lengths(state) if len(length)), default=0)
     longest = min(longest, 2**40)  # beyond, torch can't count the bytes
     needed = nbytes(backbone.initial_state(rows, max_len=longest, device=torch.device("meta")))

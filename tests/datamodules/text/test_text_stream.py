@@ -410,7 +410,7 @@ def test_the_tokenizer_of_a_checkpoint_encodes_documents_as_a_whole(tmp_path):
 def test_what_has_no_tokenizer_is_refused(tmp_path):
     with pytest.raises(ValueError, match=r"tokenizer_of='m.ckpt' brings its vocabulary; leave out tokens='bytes'"):
         TextStream(tokens="bytes", tokenizer_of="m.ckpt")
-    with pytest.raises(FileNotFoundError, match="tokenizer_of=.*there is no such file; name a checkpoint"):
+    with pytest.raises(FileNotFoundError, match=r"tokenizer_of=.*there is no such file; name a checkpoint"):
         _ = TextStream(tokenizer_of=str(tmp_path / "m.ckpt")).vocab_size
     with pytest.raises(ValueError, match="has no tokenizer"):
         _ = TextStream(tokenizer_of=save_tokenizer(tmp_path / "m.ckpt", None)).vocab_size

@@ -50,14 +50,7 @@ from lit_effattn.distributed.sharding import ShardedStrategy, clip_grad_norm, ga
 from lit_effattn.nn.adaptive import AdaptiveEmbedding, AdaptiveHead
 from lit_effattn.nn.encoder_decoder import EncoderDecoder
 from lit_effattn.nn.transfer import begin_transfer
-from lit_effattn.tasks import (
-    LanguageModel,
-    PixelModel,
-    SequenceClassifier,
-    SequenceToSequence,
-    SpeechRecognizer,
-    Task,
-)
+from lit_effattn.tasks import LanguageModel, PixelModel, SequenceClassifier, SequenceToSequence, SpeechRecognizer, Task
 from tests.laws.cases import ATTENTIONS
 from tests.support.commands import assert_same_end, same
 from tests.support.processes import in_processes

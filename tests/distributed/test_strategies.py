@@ -64,10 +64,7 @@ def work(rank: int, folder: str, port: str) -> None:
     places = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": P, "LOCAL_WORLD_SIZE": P, "GROUP_RANK": 0}
     places |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "TORCHELASTIC_RUN_ID": "none"}  # as torchrun says them
     os.environ.update({name: str(value) for name, value in places.items()})
-    found = {
-        "2 x 2": train(folder, "joined", 2, size=2),
-        "1 x 4": train(folder, "apart", 2, size=4),
-    }
+    found = {"2 x 2": train(folder, "joined", 2, size=2), "1 x 4": train(folder, "apart", 2, size=4)}
     saving = pl.callbacks.ModelCheckpoint(f"{folder}/kept", every_n_train_steps=SAVED, filename="a", save_top_k=1)
     how = {"dropout": 0.3, "size": 2, "limit_val_batches": 0}
     stop = {"enable_checkpointing": True, "callbacks": [saving], "max_steps": SAVED}
@@ -146,10 +143,7 @@ def test_models_and_numbers_that_do_not_fit_are_refused():
     pixels = PixelModel(Transformer(8, 2, 1, attention=LinearAttention), (2, 2, 1))
     for lm, message in (
         (pixels, "PixelModel does not support it; LanguageModel does"),
-        (
-            model(partial(SparseAttention, pattern="fixed", stride=2)),
-            "SparseAttention does not support",
-        ),
+        (model(partial(SparseAttention, pattern="fixed", stride=2)), "SparseAttention does not support"),
     ):
         strategy = SequenceParallel(2)
         strategy.connect(lm)

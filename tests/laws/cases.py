@@ -177,15 +177,7 @@ ATTENTIONS = [
     *kind(SparseAttention, definitions.sparse, 3, stride=3, pattern="fixed", combine="local"),
     *kind(SparseAttention, definitions.sparse, 4, stride=4, pattern="fixed", combine="distant"),
     *kind(SparseAttention, definitions.sparse, 5, stride=5, pattern="fixed", summary=2, distinct=True),
-    *kind(
-        SparseAttention,
-        definitions.sparse,
-        4,
-        stride=4,
-        pattern="fixed",
-        combine="distant",
-        distinct=True,
-    ),
+    *kind(SparseAttention, definitions.sparse, 4, stride=4, pattern="fixed", combine="distant", distinct=True),
     *HASHED(6, n_hashes=2, n_buckets=4, chunk_size=2, causal=[True], spacings=32),
     *HASHED(6, n_hashes=2, n_buckets=4, chunk_size=2, causal=[False], spacings=200),
     *HASHED(5, n_hashes=3, n_buckets=2, chunk_size=3, bias=False, causal=[True], spacings=32),
@@ -202,13 +194,7 @@ ATTENTIONS = [
     *kind(PerformerAttention, definitions.performer, 4, eps=0.01, chunk_size=4),
     # Features of either sign: some denominators of 8192 are near 0 and magnify rounding, so single outputs jump.
     *kind(
-        PerformerAttention,
-        definitions.performer,
-        4,
-        features="trigonometric",
-        n_features=256,
-        chunk_size=4,
-        jumps=True,
+        PerformerAttention, definitions.performer, 4, features="trigonometric", n_features=256, chunk_size=4, jumps=True
     ),
     *kind(PerformerAttention, definitions.performer, 3, chunk_size=1, n_kv_heads=1, out_bias=False, causal=[True]),
     *WINDOWED(3, window=3, chunk_size=2, feature_map=StirredHedgehog),

@@ -88,10 +88,7 @@ INVALID = [
     (["LinearAttention", "--device", "meta"], "device='meta' can't be used"),
     (["LinearAttention", "--unit", "0"], "LinearAttention: unit=0 must be at least 1"),
     (["torch.nn.GRU", "--set", "batch_first=False"], "batch_first=False; make the module with batch_first=True"),
-    (
-        ["checked_module:built", "--set", "stride=3"],
-        "built takes no options; leave out --set stride",
-    ),
+    (["checked_module:built", "--set", "stride=3"], "built takes no options; leave out --set stride"),
 ]
 """Arguments, and what is said of them."""
 

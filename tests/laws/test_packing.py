@@ -60,10 +60,7 @@ def _check_packed(case: Case, carried: bool) -> None:
     padding = ~sequence.valid_positions(lengths, starts.size(1))
     x = inputs(module, *starts.shape)
     x[padding] = float("nan")
-    before = None
-    if carried:
-        with torch.no_grad():
-            _, before = module(inputs(module, len(x), case.unit + 1, seed=1))
+    before = _before(module, case, len(x)) if carried else None
     kept = copied(before)
     x.requires_grad_()
     y, after = sequence.packed(module, x, starts, before, lengths)
@@ -72,27 +69,13 @@ def _check_packed(case: Case, carried: bool) -> None:
     assert_same(before, kept)
     assert (y[padding] == 0).all()
     assert (found["input 0"][padding] == 0).all()
-    total: dict[str, torch.Tensor] = {}
-    for i, row in enumerate(pieces):
-        state = None if before is None else sequence.select(before, torch.tensor([i]))
-        losses = []
-        for begin, end in row:
-            alone = x[i : i + 1, begin:end].detach().requires_grad_()
-            z, state = module(alone, None if starts[i, begin] else state)
-            assert_close(y[i, begin:end], z[0])
-            # The weights of the sum are those of the positions in the row.
-            whole = torch.zeros_like(y[i : i + 1]).index_copy(1, torch.arange(begin, end), z)
-            for name, gradient in gradients(module, whole, alone).items():
-                if name == "input 0":
-                    assert_close(found[name][i, begin:end], gradient[0])
-                else:
-                    total[name] = total.get(name, 0) + gradient
-            losses.append(sequence.losses(state))
-        if case.causal:
-            _go_on_alike(module, sequence.select(after, torch.tensor([i])), state)
-            if losses and losses[0] is not None:
-                assert_close(sequence.losses(after)[i], torch.cat(losses).sum())
-    assert_close({name: found[name] for name in total}, total)
+    expected, states, losses = _alone(module, x, starts, pieces, before)
+    assert_close(y, expected)
+    assert_close(found, gradients(module, expected, x))
+    for i, state in enumerate(states if case.causal else []):
+        _go_on_alike(module, sequence.select(after, torch.tensor([i])), state)
+        if losses[i] and losses[i][0] is not None:
+            assert_close(sequence.losses(after)[i], torch.cat(losses[i]).sum())
 
 
 def _go_on_alike(module, state, expected) -> None:
@@ -107,16 +90,18 @@ def _before(module, case: Case, rows: int, dtype: torch.dtype = torch.float64):
         return module(inputs(module, rows, case.unit + 1, seed=1).to(dtype))[1] if case.causal else None
 
 
-def _alone(module, x, starts, pieces, before) -> tuple[torch.Tensor, list]:
-    """Return the outputs of each piece by itself, 0 in padding, and the state after each row's last one."""
-    y, after = torch.zeros(*starts.shape, module.d_model, dtype=x.dtype), []
+def _alone(module, x, starts, pieces, before) -> tuple[torch.Tensor, list, list]:
+    """Return the outputs of each piece by itself, 0 in padding, and of each row the last state and all losses."""
+    y, after, losses = torch.zeros(*starts.shape, module.d_model, dtype=x.dtype), [], []
     for i, row in enumerate(pieces):
         state = None if before is None else sequence.select(before, torch.tensor([i]))
+        losses.append([])
         for begin, end in row:
             z, state = module(x[i : i + 1, begin:end], None if starts[i, begin] else state)
             y = y.index_put((torch.tensor(i), torch.arange(begin, end)), z[0])
+            losses[i].append(sequence.losses(state))
         after.append(state)
-    return y, after
+    return y, after, losses
 
 
 @each(PACKED, quick=EACH)
@@ -133,7 +118,7 @@ def test_packed_is_alone_in_half_precision(case: Case, dtype: torch.dtype):
     x = inputs(module, *starts.shape).to(dtype).requires_grad_()
     before = _before(module, case, len(x), dtype)
     y, after = sequence.packed(module, x, starts, before, lengths)
-    expected, states = _alone(module, x, starts, pieces, before)
+    expected, states, _ = _alone(module, x, starts, pieces, before)
     spacing = torch.finfo(dtype).eps
     assert _difference(y, expected) <= spacing / 2
     found, correct = (torch.cat([g.flatten() for g in gradients(module, z, x).values()]) for z in (y, expected))
@@ -164,7 +149,7 @@ def test_packed_is_alone_where_it_is_compiled(case: Case):
     torch._dynamo.reset()
     packed = torch.compile(partial(sequence.packed, module), backend="aot_eager")
     y, after = packed(x, starts, before, lengths)
-    expected, states = _alone(module, x, starts, pieces, before)
+    expected, states, _ = _alone(module, x, starts, pieces, before)
     assert_close(y, expected)
     assert_close(gradients(module, y, x), gradients(module, expected, x))
     for i, state in enumerate(states if case.causal else []):
@@ -191,10 +176,7 @@ def _a_position_gives_weight_to_its_own_sequence_alone(case: Case, carried: bool
     starts, lengths, pieces = _pieces(case)
     n = starts.size(1)
     x = inputs(module, *starts.shape)
-    before = None
-    if carried:
-        with torch.no_grad():
-            _, before = module(inputs(module, len(x), case.unit + 1, seed=1))
+    before = _before(module, case, len(x)) if carried else None
     if isinstance(module, CompressiveAttention):
         with pytest.raises(NotImplementedError, match="CompressiveAttention: a sequence's weights have other columns"):
             module.packed_weights(x, starts, before, lengths)

@@ -34,7 +34,7 @@ def test_a_mixer_without_a_bug_keeps_all_laws():
     report = check(MixerAdapter())
     assert report.ok, report
     assert {r.law for r in report.results if r.status == "not checked"} == {
-        *("combine", "packed", "empty-rows", "saved-state", "generation"),
+        *("combine", "packed", "empty-rows", "saved-state", "generation")
     }
 
 

@@ -29,7 +29,7 @@ SHORT = {
     "check": "--laws steps,padding,select",
     "fit": "--trainer.max_epochs 1 --trainer.val_check_interval 1 --trainer.limit_val_batches 1",
     "test": "--trainer.limit_test_batches 1",
-    "sweep": "--seeds 1 --lr 1e-3 --trainer.max_steps 2",
+    "sweep": "--seeds 1 --lr 1e-3 --trainer.max_steps 2 --trainer.val_check_interval 1 --trainer.limit_val_batches 1",
 }
 """What is added to the commands."""
 

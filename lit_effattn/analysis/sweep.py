@@ -95,8 +95,7 @@ def sweep(args: list[str]) -> None:
     report(folder, list(kinds), rates, chosen, runner.outcomes)
     if not chosen:
         cell, outcome = next(iter(runner.outcomes.items()))
-        reason = outcome.reason or "its validation metric was never finite"
-        raise ValueError(f"--kinds {options.kinds}: no run has succeeded; {cell}: {reason}")
+        raise ValueError(f"--kinds {options.kinds}: no run has succeeded; {cell}: {outcome.failure}")
 
 
 def report(

@@ -38,10 +38,23 @@ class Outcome(NamedTuple):
     @property
     def score(self) -> float:
         """The lowest value of the task's validation metric, or infinity."""
+        return min((value for value in self._validated if math.isfinite(value)), default=math.inf)
+
+    @property
+    def failure(self) -> str | None:
+        """The reason why there is no score; None with a score."""
+        if self.reason is not None or math.isfinite(self.score):
+            return self.reason
+        if self._validated:
+            return "its validation metric was never finite"
+        return "it ended before its first validation; train longer, or give a smaller --trainer.val_check_interval"
+
+    @property
+    def _validated(self) -> Sequence[float]:
+        """The values of the task's validation metric."""
         if self.record is None or self.record.monitor is None:
-            return math.inf
-        values = self.record.curves.get(self.record.monitor, {}).values()
-        return min((value for value in values if math.isfinite(value)), default=math.inf)
+            return ()
+        return [*self.record.curves.get(self.record.monitor, {}).values()]
 
     @property
     def summary(self) -> str:

@@ -173,6 +173,15 @@ def _content(value: Any, folder: Path) -> tuple[Any, Path]:
     return (content, path.parent) if isinstance(content, (dict, list)) else (value, folder)
 
 
+def _with_absolute_names(value: Any, folder: Path) -> Any:
+    """Return a copy of `value` in which the names of files of settings are absolute."""
+    if isinstance(value, dict):
+        return {key: _with_absolute_names(item, folder) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_with_absolute_names(item, folder) for item in value]
+    return value if _content(value, folder)[0] is value else str((folder / value).absolute())
+
+
 def _read(path: Path, name: str) -> Any:
     """Return what a YAML file holds.
 
@@ -227,9 +236,14 @@ class File(Settings):
         return cls(path, content)
 
     def without(self, names: Set[str]) -> str:
-        """Return the value of `--config` for the file without some sections: its path, or the others as JSON."""
+        """Return the value of `--config` for the file without some sections: its path, or the others as JSON.
+
+        JSON has no folder, so names of files of settings in it are absolute.
+        """
         kept = {key: value for key, value in self.content.items() if str(key).partition(".")[0] not in names}
-        return self.path if len(kept) == len(self.content) else json.dumps(kept, ensure_ascii=False)
+        if len(kept) == len(self.content):
+            return self.path
+        return json.dumps(_with_absolute_names(kept, self._folder), ensure_ascii=False)
 
 
 class Arguments(Settings):

@@ -559,8 +559,12 @@ class LanguageModel(Task):
         n = n if kept is None else len(kept.tokens)
         room = self._room(tokens.shape[1], kept)
         if room is not None and room < 1:
+            given, remedy = (
+                ("the prompt", "shorten it") if kept is None else (f"--state {state}", "use an earlier state")
+            )
             raise ValueError(
-                f"the prompt has {1 - room} positions more than the model has, {self._room(1)}; shorten it"
+                f"{given} leaves no position to draw from: it needs {1 - room} more than the model's {self._room(1)}; "
+                f"{remedy}, or use a model without learned positions"
             )
         asked, n_tokens = n_tokens, n_tokens if room is None else min(n_tokens, room)
         if begin and not begin[-1].isspace():
@@ -594,8 +598,10 @@ class LanguageModel(Task):
             print(*map(printable, numbered), sep="\n")
         path = folder() / "samples.txt"
         path.write_text("\n\n".join(numbered), encoding="utf-8")
-        ends = f"{n_tokens} tokens of {asked}: the model has {self._room(1)} positions\n" if n_tokens < asked else ""
-        return f"{ends}text: {short(path)}"
+        if n_tokens == asked:
+            return f"text: {short(path)}"
+        remedy = f"draw at most {n_tokens} tokens (--n_tokens {n_tokens}), or use a model without learned positions"
+        return f"{n_tokens} tokens of {asked}: the model has {self._room(1)} positions; {remedy}\ntext: {short(path)}"
 
     def _room(self, n: int, kept: Kept | None = None) -> int | None:
         """Return how many tokens the model's positions leave after `n` tokens that go on from `kept`; None: any number.

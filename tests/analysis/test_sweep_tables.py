@@ -28,6 +28,13 @@ def test_a_rate_that_diverged_is_not_the_best(bad, first):
     assert "| a |  | 3 | 2 |" in markdown(by_rate(["a"], [0.1, 0.2, 0.3], outcomes))
 
 
+def test_a_run_without_a_score_says_why():
+    assert outcome(math.nan, 2.0).failure is None
+    assert outcome(math.nan).failure == "its validation metric was never finite"
+    assert "it ended before its first validation; train longer, or give a smaller" in outcome().failure
+    assert Outcome(None, "killed").failure == "killed"
+
+
 @pytest.mark.parametrize(("bad", "seed"), [*zip(BAD, (0, 2, 0), strict=True)])
 def test_the_mean_over_seeds_of_which_one_diverged_is_no_number(bad, seed):
     outcomes = {Cell("a", 0.1, i): outcome(2.0, test=bad if i == seed else 1.0) for i in range(3)}

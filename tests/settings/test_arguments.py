@@ -211,6 +211,17 @@ def test_text_of_a_file_without_a_section_is_read_as_it_was(name: str):
     assert file.without({"model"}) == "a.yaml"
 
 
+def test_a_file_without_a_section_names_other_files_as_before(monkeypatch: pytest.MonkeyPatch):
+    """They are relative to its folder, which JSON does not have."""
+    write(
+        "mine/whole.yaml", {"model": {"init_args": {"backbone": ["inner.yaml", "dotted.yaml", "absent.yaml"]}}, "a": 1}
+    )
+    monkeypatch.chdir("..")
+    path = next(Path().glob("*/mine/whole.yaml"))
+    (names,) = yaml.safe_load(File.read(str(path)).without({"a"}))["model"]["init_args"].values()
+    assert names == [str(path.absolute().with_name(name)) for name in ("inner.yaml", "dotted.yaml")] + ["absent.yaml"]
+
+
 def test_the_parser_gets_files_flags_and_the_folder_of_the_runs_in_this_order():
     arguments = parse("--model.d", "3", "--config", "run.yaml", "--name", "a", "--ckpt_path", "b")
     assert arguments.for_parser(without=set(), root=None) == ["fit", "--config", "run.yaml", "--model.d", "3"]

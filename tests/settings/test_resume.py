@@ -39,6 +39,21 @@ def test_another_schedule_is_refused(now: dict[str, Any]):
         check_kept_settings(settings(COSINE, total_steps=40), now)
 
 
+def test_another_patience_is_refused():
+    """Also that of a subclass. Without the callback on one side there is nothing to keep."""
+
+    def stopping(*callbacks: dict[str, Any]) -> dict[str, Any]:
+        return {"trainer": {"callbacks": [*callbacks]}}
+
+    five, nine = (
+        stopping({"class_path": "mine.MyEarlyStopping", "init_args": {"patience": patience}}) for patience in (5, 9)
+    )
+    for before, now in ((five, five), (five, stopping()), (stopping({"class_path": "Timer"}), nine)):
+        check_kept_settings(before, now)
+    with pytest.raises(ValueError, match=r"EarlyStopping is .*9.* here and .*5.* in the checkpoint; resuming keeps"):
+        check_kept_settings(five, nine)
+
+
 @pytest.mark.parametrize(("rank", "parent"), [("0", False), ("1", False), ("1", True)], ids=str)
 def test_each_process_of_torchrun_verifies_the_parts_and_a_child_uses_its_parents_checkpoint(
     rank: str, parent: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -80,13 +80,27 @@ def test_a_model_with_few_positions_gives_what_it_can(tmp_path: Path, capsys: py
     whole = model.sample(torch.tensor([[256, *b"abc"]]), 13, temperature=0)
     state = tmp_path / "a.state"
     said = model.write_samples(lambda: tmp_path, prompt="abc", n_tokens=99, **how)
-    assert said.startswith("13 tokens of 99: the model has 16 positions\ntext: ")
+    remedy = "draw at most 13 tokens (--n_tokens 13), or use a model without learned positions"
+    assert said.startswith(f"13 tokens of 99: the model has 16 positions; {remedy}\ntext: ")
+    exact = model.write_samples(lambda: tmp_path, prompt="abc", n_tokens=13, **how)
+    assert exact == f"text: {tmp_path / 'samples.txt'}"
     expected = "abc" + ByteTokenizer().decode(whole[0].numpy())
     assert (tmp_path / "samples.txt").read_bytes().decode() == f"--- 0\n{expected}"
     model.write_samples(lambda: tmp_path, prompt="abc", n_tokens=4, save_state=str(state), **how)
     assert model.write_samples(lambda: tmp_path, state=str(state), n_tokens=99, **how).startswith("9 tokens of 99")
-    with pytest.raises(ValueError, match="the prompt has 5 positions more than the model has, 16; shorten it"):
-        model.write_samples(lambda: tmp_path, prompt="b" * 20, n_tokens=1, **how)
+    model.write_samples(lambda: tmp_path, prompt="abc", n_tokens=13, save_state=str(state), **how)
+    for options, words in (
+        (
+            {"prompt": "b" * 20},
+            "the prompt leaves no position to draw from: it needs 5 more than the model's 16; shorten",
+        ),
+        (
+            {"state": str(state), "prompt": "c"},
+            f"--state {state} leaves no position .* 2 more .* use an earlier state, or",
+        ),
+    ):
+        with pytest.raises(ValueError, match=words):
+            model.write_samples(lambda: tmp_path, n_tokens=1, **options, **how)
     path = written(tmp_path, f"abc\n{'b' * 20}\nabcdefgh\n".encode())
     message = "2 of 3 prompts have fewer tokens than asked for, since the model has 16 positions: 'bbbbb"
     with pytest.raises(ValueError, match=re.escape(message)):

@@ -19,7 +19,16 @@ import time
 from itertools import combinations, product
 from pathlib import Path
 
-FOLDERS = ("ops", "attention", "nn", "laws", "generation", "interchange", "tasks", "test_sequence.py")
+FOLDERS = (
+    "ops",
+    "attention",
+    "nn",
+    "laws",
+    "generation",
+    "interchange/test_config_keys.py",
+    "tasks",
+    "test_sequence.py",
+)
 LEVELS = ["default", "avx2", "avx512"]
 INSTRUCTIONS = dict(zip(LEVELS, ("SSE4_2", "AVX2", "AVX512"), strict=True))
 FACTORS = ("ATen", "MKL", "threads", "compiler", "torch")
@@ -46,7 +55,7 @@ def values() -> list[list[str]]:
     if old := os.environ.get("TORCH_OLD"):
         torches[old] = asked(old, "torch.__version__")
     else:
-        print("left out: the oldest torch; name its interpreter in TORCH_OLD (see `python -m tests.machines --help`)")
+        print("left out: the oldest torch; name its interpreter in TORCH_OLD (see tests/machines.py)")
     return [levels, mkl, ["1", "2", "3"], ["with", "without"], list(torches)]
 
 
@@ -70,18 +79,8 @@ def run(number: int, setting: tuple[str, ...]) -> tuple[str, list[str]]:
     environment = {**os.environ, "ATEN_CPU_CAPABILITY": level, "TEST_THREADS": threads, "OMP_NUM_THREADS": threads}
     environment |= {} if mkl == "-" else {"MKL_ENABLE_INSTRUCTIONS": mkl}
     environment |= {"CXX": "no-compiler"} if compiler == "without" else {}
-    command = [
-        python,
-        "-m",
-        "pytest",
-        "-n",
-        "2",
-        "-q",
-        "-m",
-        "not exhaustive and not processes",
-        "-p",
-        "no:cacheprovider",
-    ]
+    marks = "not exhaustive and not processes and not slow"
+    command = [python, "-m", "pytest", "-n", "2", "-q", "-p", "no:cacheprovider", "-m", marks]
     start = time.monotonic()
     with (LOGS / f"{number}.log").open("w") as log:
         code = subprocess.run(
@@ -97,9 +96,6 @@ def run(number: int, setting: tuple[str, ...]) -> tuple[str, list[str]]:
 
 def main() -> int:
     """Print the table; return whether any test failed."""
-    if "--help" in sys.argv:
-        print(__doc__)
-        return 0
     LOGS.mkdir(parents=True, exist_ok=True)
     settings, failures = cover(values()), []
     print(

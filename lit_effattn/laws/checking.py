@@ -113,10 +113,8 @@ def failed(failure: Failure, subject: Subject, shrink_seconds: float) -> Result:
         "broken" if failure.difference.error is None else "error",
         tolerance,
         detail=law.detail,
-        variant=failure.variant,
         case=str(failure.trial),
         inputs="; ".join(failure.inputs),
         difference=str(failure.difference),
-        relative=failure.difference.relative,
         module=smallest.adapter.name if smallest is not subject else "",
     )

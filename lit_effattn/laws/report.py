@@ -26,11 +26,9 @@ class Result:
         seconds: The time it took.
         reason: Why it was not checked.
         detail: What a violation changes.
-        variant: The first variant that fails.
         case: The smallest case that fails.
         inputs: The types, shapes and seeds of its inputs, which `Adapter.inputs` makes.
         difference: What was compared, by how much it differs, and where first.
-        relative: The difference relative to the largest expected value, if numbers were compared.
         module: The module, with fewer layers if these are enough.
     """
 
@@ -41,11 +39,9 @@ class Result:
     seconds: float = 0.0
     reason: str = ""
     detail: str = ""
-    variant: str = ""
     case: str = ""
     inputs: str = ""
     difference: str = ""
-    relative: float | None = None
     module: str = ""
 
     @property

@@ -407,6 +407,14 @@ def test_the_tokenizer_of_a_checkpoint_encodes_documents_as_a_whole(tmp_path):
     assert scored(again.test_dataloader())[:6] == [3, 1, 2, 0, 3, 4]
 
 
+def test_the_tokenizer_of_a_shipped_model():
+    assert TextStream(tokenizer_of="model:stdlib").vocab_size == 257  # bytes and <start>
+    with pytest.raises(ValueError, match="tokenizer_of='model:digits' has no tokenizer"):
+        _ = TextStream(tokenizer_of="model:digits").vocab_size
+    with pytest.raises(FileNotFoundError, match="tokenizer_of='model:nothing': there is no such file"):
+        _ = TextStream(tokenizer_of="model:nothing").vocab_size
+
+
 def test_what_has_no_tokenizer_is_refused(tmp_path):
     with pytest.raises(ValueError, match=r"tokenizer_of='m.ckpt' brings its vocabulary; leave out tokens='bytes'"):
         TextStream(tokens="bytes", tokenizer_of="m.ckpt")

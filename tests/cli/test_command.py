@@ -4,6 +4,7 @@ import errno
 import json
 import os
 import re
+import resource
 import signal
 import subprocess
 import sys
@@ -350,6 +351,7 @@ def test_resuming_goes_on_in_the_runs_folder():
     assert yaml.safe_load((run / "config_resumed_1.yaml").read_text())["trainer"]["max_epochs"] == 2
 
 
+@pytest.mark.exhaustive  # tests/checkpoints/test_runs.py has the order of runs without training
 def test_the_last_run_and_its_last_checkpoint_are_the_newest_after_the_clock_was_set_back(
     monkeypatch: pytest.MonkeyPatch,
 ):
@@ -693,17 +695,20 @@ def test_sigterm_saves_and_exits_with_143(processes: list[str]):
     assert torch.load(last("stopped"), weights_only=True)["global_step"] == 5
 
 
-@pytest.mark.processes
-def test_a_full_disk_leaves_the_last_good_checkpoint():
-    stopped = interrupted("full", "FullDiskAt", 15, "--checkpoint.every_n_train_steps", "5")
-    assert stopped.returncode == 1
-    message = stopped.stderr[stopped.stderr.index("lit-effattn: error: ") :]
+def test_a_full_disk_leaves_the_last_good_checkpoint(capsys: pytest.CaptureFixture[str]):
+    full = ["--trainer.callbacks+=tests.support.interruptions.FullDiskAt", "--trainer.callbacks.step", "4"]
+    saving = ["--checkpoint.every_n_train_steps", "2", "--trainer.max_epochs", "2", "--trainer.limit_val_batches", "1"]
+    limit = resource.getrlimit(resource.RLIMIT_FSIZE)
+    try:
+        message = fails(capsys, "fit", "--config", "tiny.yaml", *saving, *full)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limit)
     assert "last.ckpt could not be written" in message
     assert "intact" in message
-    assert len(message.splitlines()) <= 3
-    assert torch.load(last("full"), weights_only=True)["global_step"] == 15
-    assert not list(Path("full").rglob("*.part"))
-    main(["fit", "--ckpt_path", "last", "--trainer.default_root_dir", "full", "--trainer.callbacks", "null"])
+    assert torch.load(last("runs"), weights_only=True)["global_step"] == 4
+    assert not list(Path("runs").rglob("*.part"))
+    main(["fit", "--ckpt_path", "last", "--trainer.callbacks", "null"])
+    assert torch.load(last("runs"), weights_only=True)["global_step"] == 6
 
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EFBIG])

@@ -86,7 +86,14 @@ def test_the_checkpoints_are_kept(folder: Path):
     assert draws[0] < draws[-1]  # the features of the first are not those of the last
 
 
-@pytest.mark.parametrize(("name", "n", "steps"), [("last", 3, (4, 6, 8)), ("step_00000006.ckpt", 2, (4, 6))])
+@pytest.mark.parametrize(
+    ("name", "n", "steps"),
+    [
+        ("last", 3, (4, 6, 8)),
+        # test_a_second_process_averages_the_same has the same mean without a command
+        pytest.param("step_00000006.ckpt", 2, (4, 6), marks=pytest.mark.exhaustive),
+    ],
+)
 def test_testing_with_the_mean(
     name: str,
     n: int,
@@ -103,10 +110,11 @@ def test_testing_with_the_mean(
 
 
 def test_the_other_commands_use_the_mean_too(folder: Path, capsys: pytest.CaptureFixture[str]):
+    """The mean scores otherwise than the last checkpoint, see above."""
     expected = mean(folder, 4, 6, 8)
     Path("average.yaml").write_text("average: 3\n")
     scores, drawn = [], []
-    for args in (["last", "--config", "average.yaml"], [expected], [str(folder / "step_00000008.ckpt")]):
+    for args in (["last", "--config", "average.yaml"], [expected]):
         before = {path.name for path in Path("runs").rglob("predictions.csv")}
         validated = bits(capsys, "--ckpt_path", *args, command="validate")
         main(["predict", "--ckpt_path", *args])
@@ -116,9 +124,7 @@ def test_the_other_commands_use_the_mean_too(folder: Path, capsys: pytest.Captur
         main(["generate", "--n", "3", "--output", f"drawn_{len(drawn)}", "--ckpt_path", *args])
         drawn.append(np.load(f"drawn_{len(drawn)}/samples.npy"))
     assert scores[0] == scores[1]
-    assert scores[1] != scores[2]
     assert np.array_equal(drawn[0], drawn[1])
-    assert not np.array_equal(drawn[1], drawn[2])
 
 
 def test_in_python(folder: Path):

@@ -154,12 +154,17 @@ class Adapter:
         raise ValueError(f"{self.name}: width is not known; give the adapter width=…, the features of an input")
 
     def changed(self, x: Tensor, at: int, factor: float) -> Tensor:
-        """Return `x` with position `at` changed: features by `factor` and a little, tokens to another one."""
+        """Return `x` with position `at` changed: tokens to another one, features by `factor`, or for 1 by a little.
+
+        The little change differs from feature to feature: layer normalisation removes what all have in common.
+        """
         changed = x.clone()
         if self.vocabulary is not None:
             changed[:, at] = x[:, at] % (self.vocabulary - 1) + 1
+        elif factor == 1:
+            changed[:, at] += 1e-3 * torch.linspace(0.5, 1.5, x.size(-1), dtype=x.dtype, device=x.device)
         else:
-            changed[:, at] = factor * x[:, at] + (1e-3 if factor == 1 else 0)
+            changed[:, at] *= factor
         return changed
 
     # -------------------------------------------------------------------------------------- optional: laws about states

@@ -4,7 +4,9 @@ A setting is one value of each of `FACTORS`. They are not multiplied: each pair 
 What the processor lacks is left out, and said. `TORCH_OLD` names the interpreter of an environment with the oldest
 supported torch; make one with
 
-    python -m venv build/oldest && build/oldest/bin/pip install 'torch==2.11.*' --editable '.[dev]'
+    python -m venv build/oldest && build/oldest/bin/pip install 'torch==2.11.*' 'numpy<2.4' --editable '.[dev]'
+
+The interpreter of its Triton, 3.6, does not run with numpy 2.4.
 
 Logs and the names of failed tests are in build/machines/.
 """

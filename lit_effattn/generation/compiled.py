@@ -187,8 +187,8 @@ def program(step: Step, tokens: Tensor, state: Sequence[Tensor]) -> Program:
         CompilationError: If the step can't be traced, compiled or loaded.
     """
     exported = _traced(step, tokens, list(state))
-    path = cpp_build.private_folder("steps") / f"{_key(exported)}.pt2"
     try:
+        path = cpp_build.private_folder("steps") / f"{_key(exported)}.pt2"
         if not cpp_build.is_intact(path):
             _compile(exported, path)
         return Program(_loaded(path, exported), _shapes(exported))

@@ -120,6 +120,15 @@ def test_a_damaged_library_is_made_again(interpreted: list[Path]):
     assert len(interpreted) == 4
 
 
+def test_a_compiler_that_fails_is_one_line(interpreted: list[Path], monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    command = tmp_path / "compiler"
+    command.write_text("not a program")
+    command.chmod(0o755)
+    monkeypatch.setenv("CXX", str(command))
+    with pytest.raises(ValueError, match=r"can't be compiled; leave compile out.* compiler can't be run"):
+        generate(*around(stack()), torch.zeros(1, 1, dtype=torch.long), 1, compile=True)
+
+
 def test_a_failed_compilation_leaves_no_file(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     def fail(exported, package_path: str, **options: object) -> None:
         Path(package_path).write_text("half")

@@ -150,13 +150,17 @@ def _digest(library: Path) -> str:
     return hashlib.sha256(library.read_bytes()).hexdigest()
 
 
-def compiler_version() -> str:
-    """Return what the C++ compiler prints for `--version`.
+def compiler_version() -> str | None:
+    """Return what the C++ compiler prints for `--version`, or None without a compiler.
 
     Raises:
-        CompilerError: If the compiler is missing or fails.
+        CompilerError: If the compiler fails.
     """
-    return _version(_compiler())
+    try:
+        compiler = _compiler()
+    except CompilerError:
+        return None
+    return _version(compiler)
 
 
 def _compiler() -> list[str]:

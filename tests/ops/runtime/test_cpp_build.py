@@ -96,6 +96,7 @@ def test_no_compiler(monkeypatch: pytest.MonkeyPatch):
         CompilerError, match=r"no C\+\+ compiler 'nothing\+\+ -O2', which the environment variable CXX names"
     ):
         build("small")
+    assert cpp_build.compiler_version() is None
 
 
 def test_what_is_no_compiler(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):

@@ -8,6 +8,9 @@ supported torch; make one with
 
 The interpreter of its Triton, 3.6, does not run with numpy 2.4.
 
+`python -m tests.machines 3 4` runs the settings of these numbers alone; the table's lines are those of all settings,
+counted from 0.
+
 Logs and the names of failed tests are in build/machines/.
 """
 
@@ -104,7 +107,8 @@ def main() -> int:
         "| ATEN_CPU_CAPABILITY | MKL_ENABLE_INSTRUCTIONS | threads | C++ compiler | torch | passed | failed | seconds |"
     )
     print("|---|---|--:|---|---|--:|--:|--:|")
-    for number, setting in enumerate(settings):
+    chosen = [int(number) for number in sys.argv[1:]] or range(len(settings))
+    for number, setting in ((number, settings[number]) for number in chosen):
         columns, failed = run(number, setting)
         version = asked(setting[-1], "torch.__version__")
         print("|", " | ".join(setting[:-1]), "|", version, "|", columns, "|", flush=True)

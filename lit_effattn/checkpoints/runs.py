@@ -27,6 +27,9 @@ from lit_effattn.checkpoints.shipped import PREFIX, is_model, model_name, model_
 LAST, PREVIOUS = "last.ckpt", "previous.ckpt"
 """The newest checkpoint of a run, and the one before it, from which a run resumes if the newest is damaged."""
 
+LOCK = "fit.lock"
+"""The file that a `fit` locks in the folder of its run."""
+
 COMMON = "common.pt"
 """In a checkpoint that is a folder, the file with the content that all processes have in common."""
 
@@ -248,8 +251,8 @@ def output_folder(checkpoint: Path, root: Path) -> Path | None:
 
 
 def discard_if_empty(run: Path) -> None:
-    """Delete the folder of a run that has no files, and parent folders that are then empty."""
-    if run.is_dir() and not any(path.is_file() for path in run.rglob("*")):
+    """Delete the folder of a run that has no files except the lock's, and parent folders that are then empty."""
+    if run.is_dir() and not any(path.is_file() and path.name != LOCK for path in run.rglob("*")):
         discard(run)
 
 

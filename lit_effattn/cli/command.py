@@ -541,7 +541,7 @@ class CLI(LightningCLI):
         standard += [
             callbacks.RandomStates(restore=seed_kept),
             callbacks.CostLog(),
-            Configuration(self.settings(), self.arguments.typed, self._lock, _own_loggers(config.logger)),
+            Configuration(self.settings(), self.arguments.typed, _own_loggers(config.logger)),
         ]
         if kwargs["logger"] and LearningRateMonitor not in given:
             standard.append(LearningRateMonitor("step"))
@@ -679,7 +679,6 @@ class Configuration(pl.Callback):
     Args:
         settings: The result of `CLI.settings`.
         args: The arguments of the command, by which a restarted SLURM job finds its run.
-        lock: The lock on the folder, which is verified before each checkpoint; None if another process holds it.
         loggers: The loggers that get the settings when the run begins.
     """
 
@@ -687,12 +686,10 @@ class Configuration(pl.Callback):
         self,
         settings: dict[str, Any],
         args: list[str],
-        lock: RunLock | None = None,
         loggers: Sequence[Logger] = (),
     ) -> None:
         self.settings = settings
         self.args = args
-        self.lock = lock
         self.loggers = loggers
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -719,8 +716,6 @@ class Configuration(pl.Callback):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
     ) -> None:
         """Add the settings."""
-        if self.lock is not None:
-            self.lock.verify()
         with_config(checkpoint, self.settings, lit_effattn.__version__)
 
 

@@ -1,13 +1,11 @@
 """The `lit-effattn` command, as a user runs it: in this process where one suffices, in others where a run is killed."""
 
 import errno
-import json
 import os
 import re
 import resource
 import signal
 import subprocess
-import sys
 import tempfile
 from datetime import datetime, timedelta
 from pathlib import Path
@@ -24,7 +22,7 @@ from torch import Tensor
 
 from lit_effattn import PixelModel
 from lit_effattn.attention import LinearAttention, SoftmaxAttention
-from lit_effattn.checkpoints import run_lock
+from lit_effattn.checkpoints.run_lock import RunLock
 from lit_effattn.checkpoints.runs import LAST
 from lit_effattn.cli import _message, main
 from lit_effattn.cli.command import CLI, _Parser, integers_first, quieten
@@ -531,17 +529,14 @@ def test_the_error_of_a_worker_is_that_of_its_data():
 
 def test_a_run_in_which_another_process_trains_is_not_resumed(capsys: pytest.CaptureFixture[str]):
     run = fit()
-    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as other:
-        about = {**run_lock._me(), "pid": other.pid, "started": run_lock._started(other.pid)}
-        (run / run_lock.LOCK).write_text(json.dumps(about))
-        before = sorted(path.name for path in run.rglob("*"))
-        output = fails(capsys, "fit", "--ckpt_path", "last", "--trainer.max_epochs", "2")
-        assert f"another fit writes into {run}: process {other.pid} on " in output
-        main(["test", "--ckpt_path", "last"])
-        assert sorted(path.name for path in run.rglob("*")) == before
-        other.kill()
+    lock = RunLock(run)
+    before = sorted(path.name for path in run.rglob("*"))
+    output = fails(capsys, "fit", "--ckpt_path", "last", "--trainer.max_epochs", "2")
+    assert f"another fit writes into {run}: process {os.getpid()} on " in output
+    main(["test", "--ckpt_path", "last"])
+    assert sorted(path.name for path in run.rglob("*")) == before
+    lock.release()
     main(["fit", "--ckpt_path", "last", "--trainer.max_epochs", "2"])
-    assert not (run / run_lock.LOCK).exists()
 
 
 def test_a_run_that_cannot_be_written_to_is_scored_and_sampled_from(

@@ -15,6 +15,7 @@ from lit_effattn.attention.base import Attention
 from lit_effattn.attention.kv_cache import newest
 from lit_effattn.checks import at_least
 from lit_effattn.ops.convolution import short_convolution
+from lit_effattn.ops.gated_linear import fla
 from lit_effattn.ops.gated_linear.pytorch import gated_linear_attention, gated_linear_step, gated_linear_weights
 from lit_effattn.sequence import (
     State,
@@ -170,6 +171,7 @@ class RecurrentAttention(Attention):
         gate = None if self.gate_proj is None else self.gate_proj(x)
         with torch.autocast(x.device.type, enabled=False):
             y, state = self.attend(heads.q, heads.k, heads.v, state, heads.lengths, heads.log_decay, heads.beta)
+            y = y.to(accumulator(y.dtype))
             if heads.skip is not None:
                 y = y + heads.skip * heads.v
             y = y if self.causal else _both_directions(y, lengths, 2)
@@ -190,7 +192,7 @@ class RecurrentAttention(Attention):
         """Compute the recurrence, with the factors of `gated_linear_attention`: see `Attention.attend`."""
         if state is None:
             state = self._state(q, q.dtype)
-        s, options = state.s.to(q.dtype), {"log_decay": log_decay, "beta": beta, "lengths": lengths}
+        s, options = state.s.to(accumulator(q.dtype)), {"log_decay": log_decay, "beta": beta, "lengths": lengths}
         if q.size(2) == 1:
             y, s = gated_linear_step(q, k, v, s, in_place=may_overwrite(), **options)
         else:
@@ -224,7 +226,7 @@ class RecurrentAttention(Attention):
     ) -> tuple[_Heads, RecurrentState]:
         """Compute the arguments of the recurrence, and the state before it, its convolution after `x`."""
         channels = torch.cat([p(x) for p in (self.q_proj, self.k_proj, self.v_proj)], -1)  # (B, N, C)
-        full, gates = accumulator(channels.dtype), self.gates(x)
+        given, full, gates = channels.dtype, accumulator(channels.dtype), self.gates(x)
         skip: Tensor | None = self.skip
         with torch.autocast(x.device.type, enabled=False):
             if not self.causal:
@@ -246,6 +248,8 @@ class RecurrentAttention(Attention):
                 skip = _one_direction_each(skip, x, lengths)
             if step is not None:
                 k = k * step[..., None]
+            if fla.use(q.device, given, self.qk_dim, gated=log_decay is not None and log_decay.dim() > 1):
+                q, k, v = (t.to(given) for t in (q, k, v))
             q, k, v = (t.transpose(1, 2) for t in (q, k, v))  # (B, H, N, ·)
             if log_decay is not None and log_decay.dim() > 1:
                 log_decay = log_decay.transpose(1, 2) if log_decay.dim() > 2 else log_decay[..., None]

@@ -30,7 +30,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lit_effattn.ops.gated_linear import cpp_kernels
+from lit_effattn.ops.gated_linear import cpp_kernels, fla
 from lit_effattn.ops.recurrent_step import recurrent_step
 from lit_effattn.ops.runtime import selection
 from lit_effattn.ops.runtime.operators import Operator, keeps
@@ -77,11 +77,18 @@ def gated_linear_attention(
         NotImplementedError: If a gradient that was written by hand is differentiated; `plain_gated_linear_attention`
             supports that.
     """
+    if k.dtype == v.dtype == q.dtype and fla.use(q.device, q.dtype, q.size(-1), gated=_is_gated(log_decay)):
+        _check(q, k, v, state, log_decay, beta, lengths)
+        return fla.gated_linear_attention(q, k, v, state, log_decay=log_decay, beta=beta, lengths=lengths)
     if not _use_operator(q, k, v, state):
         return plain_gated_linear_attention(
             q, k, v, state, log_decay=log_decay, beta=beta, lengths=lengths, chunk_size=chunk_size
         )
     return _operator(q, k, v, state, log_decay=log_decay, beta=beta, lengths=lengths, chunk_size=chunk_size)
+
+
+def _is_gated(log_decay: Tensor | None) -> bool:
+    return log_decay is not None and log_decay.dim() > 1
 
 
 def _operator(

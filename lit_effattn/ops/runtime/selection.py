@@ -1,8 +1,8 @@
 """Selection of kernels: Triton on CUDA and C++ on the CPU where possible, else PyTorch ("plain").
 
 Triton kernels are compared with the plain form before their first use. C++ kernels are compiled before their first use
-(see `cpp_build`). The environment variable `LIT_EFFATTN_KERNELS` forces a form: "plain", "triton" or "c++". If
-"triton" or "c++" is forced and not usable, an error is raised.
+(see `cpp_build`). The environment variable `LIT_EFFATTN_KERNELS` forces a form: "plain", "triton", "fla" (the
+recurrences by flash-linear-attention, else as "triton") or "c++". If a forced form is not usable, an error is raised.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from lit_effattn.ops.runtime.differences import largest_relative_difference
 KERNELS = "LIT_EFFATTN_KERNELS"
 """The environment variable that forces a form."""
 
-FORMS = ("plain", "triton", "c++")
+FORMS = ("plain", "triton", "fla", "c++")
 """The values of `KERNELS`."""
 
 TYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -113,6 +113,8 @@ def _form(asked: str, device: torch.device) -> str:
         )
     if torch.compiler.is_exporting():
         return "plain"
+    if asked == "fla":
+        return "triton"
     return asked or {"cuda": "triton", "cpu": "c++"}.get(device.type, "plain")
 
 

@@ -2,30 +2,26 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import re
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import CancelledError, ThreadPoolExecutor
-from itertools import pairwise
 from pathlib import Path
 from queue import SimpleQueue
 
 import torch
 
 from lit_effattn.analysis.records import read_run
-from lit_effattn.analysis.sweep_tables import Cell, Outcome, best_rate, by_kind, by_rate, points
+from lit_effattn.analysis.sweep_tables import Cell, Outcome, best_rate, by_kind, by_rate
 from lit_effattn.analysis.tables import comma_separated, markdown, show
 from lit_effattn.checkpoints.files import whole
 from lit_effattn.checkpoints.printable import printable
 from lit_effattn.checkpoints.runs import check_contained, find_checkpoint, short, small_text
 from lit_effattn.datamodules.common.json_data import parse_json
-from lit_effattn.drawing import plots
 from lit_effattn.hparams import parameters
 from lit_effattn.nn.lstm import LSTM
 from lit_effattn.settings import parsers
@@ -38,13 +34,12 @@ FACTORS = (1 / 3, 1, 3)
 """The default rates are the configuration's times these."""
 
 RECORD = "sweep.json"
+COMMAND = Path(parsers.__file__).parents[1] / "cli" / "__main__.py"
 _FIXED = ("seed_everything", "ckpt_path", "name", "trainer.default_root_dir")
 """Flags of `fit` that the sweep sets."""
 _BETWEEN = r",(?![^\[]*\])"
 """Separator of kinds: a comma outside brackets, as in linear,infinite:widths=[0.03,0.1]."""
-_OPTIMIZER = "model.optimizer"
-_RATE = f"{_OPTIMIZER}.lr"
-_QUIET = ("--trainer.enable_progress_bar", "false")
+_RATE = "model.optimizer.lr"
 
 Child = Callable[[list[str], Path, "str | None", threading.Event], "tuple[int, str]"]
 """Runs a command on a device and appends its output to a file, unless the sweep is stopping; returns its exit code and
@@ -52,16 +47,18 @@ its error message."""
 
 
 def sweep(args: list[str]) -> None:
-    """Run a sweep, or continue an interrupted one, and write its tables and its plot.
+    """Run a sweep, or continue an interrupted one, and write its tables.
 
     Args:
         args: The arguments of the command. Unknown ones are flags of `fit`.
 
     Raises:
-        ValueError: If an argument is invalid, the folder has a sweep with other settings, or no run succeeds.
+        ValueError: If an argument is invalid, the folder has a sweep with other flags, or no run succeeds.
     """
     options, flags = parsers.sweep().parse_known_args(args)
-    options.trust += _own_kinds(options)
+    names = re.split(_BETWEEN, options.kinds)
+    own = {path: own_kind(path) for name in names if "." in (path := name.partition(":")[0])}
+    trust = [*options.trust, *(path for path in own if path not in options.trust)]
     if options.seeds < 1:
         raise ValueError(f"--seeds {options.seeds} must be at least 1")
     configs = [arg for name in options.config for arg in ("--config", name)]
@@ -70,64 +67,36 @@ def sweep(args: list[str]) -> None:
         if arguments.flags.given(path):
             remedy = "give --lr RATE[,RATE …]" if path == _RATE else "leave it out"
             raise ValueError(f"--{path} is set by the sweep for each run; {remedy}")
-    if not any(settings.classes(_OPTIMIZER) for settings in (*arguments.files, arguments.flags)):
-        raise ValueError(
-            f"--config {arguments.files[-1].path} names no class at {_OPTIMIZER}, whose lr the sweep sets; give "
-            f"--{_OPTIMIZER} AdamW, or another class"
-        )
-    names = re.split(_BETWEEN, options.kinds)
     kinds = dict(map(parse_kind, names))
     if len(kinds) < len(names):
         raise ValueError(f"--kinds {options.kinds} names a kind twice; name each once")
     rates = _rates(options.lr, arguments.files)
     folder = Path(options.output or Path(ROOT, f"sweep_{Path(arguments.files[-1].path).stem}"))
-    if options.devices is not None and not torch.cuda.is_available():
-        raise ValueError(f"--devices {options.devices}: torch finds no CUDA device; leave it out to run on the CPU")
     devices = _devices(options.devices)
     if folder.is_dir():
         check_contained(folder)
-    runner = Sweep(folder, [*configs, *flags], kinds, devices, trust=options.trust)
+    runner = Sweep(folder, [*configs, *flags], kinds, devices, trust=trust)
     print(f"{len(kinds)} kinds, {len(rates)} rates with seed 0, then seeds 0 … {options.seeds - 1} at the best rate")
     runner.run([Cell(kind, rate, 0) for kind in kinds for rate in rates])
     chosen = {kind: rate for kind in kinds if (rate := best_rate(kind, runner.outcomes)) is not None}
     finals = [Cell(kind, rate, seed) for seed in range(options.seeds) for kind, rate in chosen.items()]
     runner.run(finals, test=True)
-    report(folder, list(kinds), rates, chosen, runner.outcomes)
+    write_tables(folder, list(kinds), rates, chosen, runner.outcomes)
     if not chosen:
         cell, outcome = next(iter(runner.outcomes.items()))
         raise ValueError(f"--kinds {options.kinds}: no run has succeeded; {cell}: {outcome.failure}")
 
 
-def report(
+def write_tables(
     folder: Path, kinds: Sequence[str], rates: Sequence[float], chosen: dict[str, float], outcomes: dict[Cell, Outcome]
 ) -> None:
-    """Print the table of the kinds, and write it, the table of the rates and the plot.
-
-    Args:
-        folder: The folder to write to.
-        kinds: The names of the kinds.
-        rates: All learning rates.
-        chosen: The best rate of each kind that has one.
-        outcomes: The results of the cells.
-    """
+    """Print the table of the kinds, and write it and the table of the rates into `folder`."""
     table = by_kind(kinds, chosen, outcomes)
     show(table)
-    (folder / "table.md").write_text(
-        f"{markdown(table)}\n{markdown(by_rate(kinds, rates, outcomes))}", encoding="utf-8"
-    )
+    text = f"{markdown(table)}\n{markdown(by_rate(kinds, rates, outcomes))}"
+    (folder / "table.md").write_text(text, encoding="utf-8")
     (folder / "table.csv").write_text(comma_separated(table), encoding="utf-8")
-    counts = {
-        kind: record.parameters for kind, rate in chosen.items() if (record := outcomes[Cell(kind, rate, 0)].record)
-    }
-    if len(set(counts.values())) > 1:
-        print("parameters differ: " + ", ".join(f"{kind} {count:,}" for kind, count in counts.items() if count))
     print(f"tables: {short(folder / 'table.md')}, {short(folder / 'table.csv')}")
-    metric, plotted = points(kinds, chosen, outcomes)
-    if plotted and plots.is_available():
-        path = plots.scatter(plotted, "bytes of state", metric, folder / "by_state.png")
-        print(f"plot: {short(path)}")
-    elif plotted:
-        print("no plot: it needs matplotlib, pip install 'lit-effattn[plots]'")
 
 
 class Sweep:
@@ -137,12 +106,12 @@ class Sweep:
         folder: The folder of the runs and of the record.
         flags: Arguments of `fit` for all of them.
         kinds: Arguments of `fit` for each kind.
-        devices: A device number for each child process that runs at the same time; None is the default device.
+        devices: A device for each child process that runs at the same time; None is the default device.
         child: Runs a command.
         trust: Class paths that the user trusts. A sweep may continue with others.
 
     Raises:
-        ValueError: If the record in `folder` is of a sweep with other flags, or another class of a kind's name.
+        ValueError: If the record in `folder` is of a sweep with other flags.
     """
 
     def __init__(
@@ -159,24 +128,31 @@ class Sweep:
         self.kinds = kinds
         self.outcomes: dict[Cell, Outcome] = {}
         self._child = child or run_child
+        self._n_devices = len(devices)
         self._devices: SimpleQueue[str | None] = SimpleQueue()
         for device in devices:
             self._devices.put(device)
-        self._n_devices = len(devices)
         self._trust = trust
-        self._common = [*(arg for name in trust for arg in ("--trust", name)), *_QUIET]
+        self._common = [*(arg for name in trust for arg in ("--trust", name)), "--trainer.enable_progress_bar=false"]
         self._stopping = threading.Event()
         self._lock = threading.Lock()
-        self._done, self._trained = self._read_record()
+        recorded, self._done = read_record(folder / RECORD) if (folder / RECORD).is_file() else (flags, {})
+        if recorded != flags:
+            given = " ".join(recorded)
+            raise ValueError(
+                f"{folder / RECORD} is of a sweep with {given}; give these flags to continue, or another --output"
+            )
 
     def run(self, cells: Sequence[Cell], *, test: bool = False) -> None:
         """Train all unfinished `cells`, and with `test` also test them."""
         with ThreadPoolExecutor(self._n_devices) as pool:
             try:
-                places = [f"[{i}/{len(cells)}]" for i in range(1, len(cells) + 1)]
-                futures = [pool.submit(self._run_one, cell, test, p) for cell, p in zip(cells, places, strict=True)]
-                for cell, future in zip(cells, futures, strict=True):
-                    self.outcomes[cell] = future.result()
+                futures = [pool.submit(self._run_one, cell, test) for cell in cells]
+                for i, (cell, future) in enumerate(zip(cells, futures, strict=True), 1):
+                    self.outcomes[cell] = outcome = future.result()
+                    found = outcome.record and f"{outcome.record.monitor} {outcome.score:.4g}"
+                    text = f"[{i}/{len(cells)}] {cell}: {found or f'refused: {outcome.reason}'}"
+                    print(printable(text), flush=True)
             except BaseException:
                 with _starting:
                     self._stopping.set()
@@ -184,23 +160,14 @@ class Sweep:
                 _terminate_children()
                 raise
 
-    def _run_one(self, cell: Cell, test: bool, progress: str) -> Outcome:
+    def _run_one(self, cell: Cell, test: bool) -> Outcome:
         if cell in self.outcomes and self.outcomes[cell].record is None:
             return self.outcomes[cell]
         device = self._devices.get()
         try:
-            start = time.perf_counter()
-            reason = self._fit(cell, device)
-            if reason is None and test:
-                reason = self._test(cell, device)
-            outcome = self._outcome(cell, reason)
+            reason = self._fit(cell, device) or (self._test(cell, device) if test else None)
         finally:
             self._devices.put(device)
-        seconds = time.perf_counter() - start
-        print(printable(f"{progress} {cell}: {outcome.summary}, {seconds:.0f} s"), flush=True)
-        return outcome
-
-    def _outcome(self, cell: Cell, reason: str | None) -> Outcome:
         run = self._newest(cell)
         if reason is not None or run is None:
             return Outcome(None, reason or "its checkpoints were deleted")
@@ -239,9 +206,7 @@ class Sweep:
             return "it wrote no checkpoint"
         with self._lock, whole(self.folder / RECORD) as part:  # a thread for each device
             self._done.setdefault(str(cell), []).append(args[0])
-            self._trained[cell.kind] = self.kinds[cell.kind]
-            record = {"flags": self.flags, "kinds": self._trained, "done": self._done}
-            part.write_text(json.dumps(record, indent=1), encoding="utf-8")
+            part.write_text(json.dumps({"flags": self.flags, "done": self._done}, indent=1), encoding="utf-8")
         return None
 
     def _newest(self, cell: Cell) -> Path | None:
@@ -251,43 +216,23 @@ class Sweep:
         except FileNotFoundError:
             return None
 
-    def _read_record(self) -> tuple[dict[str, list[str]], dict[str, list[str]]]:
-        path = self.folder / RECORD
-        if not path.is_file():
-            return {}, {}
-        flags, done, trained = read_record(path)
-        # Older sweeps recorded --trust.
-        if [flag for before, flag in pairwise(["", *flags]) if "--trust" not in (before, flag)] != self.flags:
-            raise ValueError(
-                f"{path} is of a sweep with {' '.join(flags)}; give these flags to continue, or another --output"
-            )
-        for kind, own in trained.items():
-            if self.kinds.get(kind, own) != own:
-                raise ValueError(
-                    f"{path} is of a sweep with {' '.join(own)}, not {' '.join(self.kinds[kind])}; give this class in "
-                    "--kinds to continue, or another --output"
-                )
-        return done, trained
 
-
-def read_record(path: Path) -> tuple[list[str], dict[str, list[str]], dict[str, list[str]]]:
-    """Return the flags of a sweep, the finished commands of each cell, and the flags of each kind with such a cell.
+def read_record(path: Path) -> tuple[list[str], dict[str, list[str]]]:
+    """Return the flags of a sweep, and the finished commands of each cell.
 
     Raises:
         ValueError: If the file is not the record of a sweep.
     """
     try:
         record = parse_json(small_text(path))
-        flags, done, kinds = record["flags"], record["done"], record.get("kinds", {})  # older ones have no kinds
-        lists = (flags, *done.values(), *kinds.values())
-        if not all(isinstance(x, list) and all(isinstance(text, str) for text in x) for x in lists):
+        flags, done = record["flags"], record["done"]
+        if not all(isinstance(x, list) and all(isinstance(text, str) for text in x) for x in (flags, *done.values())):
             raise TypeError("it must hold lists of texts")
     except (ValueError, TypeError, LookupError, AttributeError) as error:
         raise ValueError(f"{path} is not the record of a sweep: {error}; give another --output") from error
-    return flags, done, kinds
+    return flags, done
 
 
-COMMAND = Path(parsers.__file__).parents[1] / "cli" / "__main__.py"
 _children: set[subprocess.Popen[bytes]] = set()
 _starting = threading.Lock()
 """Held while a child starts, and when a sweep begins to stop: it then starts no child that it does not stop."""
@@ -323,12 +268,9 @@ def run_child(args: list[str], log: Path, device: str | None, stopping: threadin
             code = child.wait()
         finally:
             _children.discard(child)
-    if code < 0:
-        return code, f"killed by signal {-code}"
-    text = log.read_bytes()[start:].decode(errors="replace")
-    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    lines = [line.strip() for line in log.read_bytes()[start:].decode(errors="replace").splitlines() if line.strip()]
     errors = [line.partition("error: ")[2] for line in lines if line.startswith("lit-effattn: error: ")]
-    return code, (errors or lines or [""])[-1]
+    return code, f"killed by signal {-code}" if code < 0 else (errors or lines or [""])[-1]
 
 
 def _terminate_children() -> None:
@@ -337,21 +279,6 @@ def _terminate_children() -> None:
         child.terminate()
     for child in list(_children):
         child.wait()
-
-
-def _own_kinds(options: argparse.Namespace) -> list[str]:
-    """Return the class paths in `--kinds` that are not in `--trust`.
-
-    Raises:
-        ValueError: If one can't be imported, or is not a kind of attention.
-    """
-    paths = [path for kind in re.split(_BETWEEN, options.kinds) if "." in (path := kind.partition(":")[0])]
-    for path in paths:
-        try:
-            own_kind(path)
-        except ValueError as error:
-            raise ValueError(f"--kinds {error}") from error
-    return [path for path in paths if path not in options.trust]
 
 
 def parse_kind(text: str) -> tuple[str, list[str]]:
@@ -365,48 +292,37 @@ def parse_kind(text: str) -> tuple[str, list[str]]:
         'LinearAttention:chunk_size=64'
     """
     kind, *options = text.split(":")
-    name = _class_name(kind)
-    flag = "--model.backbone" if name == "LSTM" else "--model.backbone.attention"
-    flags = [flag, kind if "." in kind else name]
     kinds: dict[str, type] = {**attention_kinds(), "LSTM": LSTM}
-    known = {} if "." in kind else parameters(kinds[name])
+    names = [kind] if "." in kind else full_names(kind, kinds)
+    if len(names) != 1:
+        raise ValueError(f"--kinds {kind}: give one of {', '.join(kinds)}, or the path of your own class")
+    (name,) = names
+    flag = "--model.backbone" if name == "LSTM" else "--model.backbone.attention"
+    flags = [flag, name]
+    known = parameters(kinds[name]) if name in kinds else {}
     for option in options:
+        key, _, value = option.partition("=")
         if not re.fullmatch(r"\w+=.+", option):
             raise ValueError(f"--kinds {text}: {option!r} is not an option; give {kind}:NAME=VALUE")
-        key, _, value = option.partition("=")
         if known and key not in known:
             raise ValueError(f"--kinds {text}: {name} has no option {key}; there are {', '.join(known)}")
         flags += [f"{flag}.{key}", value]
     return ":".join([name, *options]), flags
 
 
-def _class_name(kind: str) -> str:
-    if "." in kind:
-        return kind.rpartition(".")[2]
-    known = [*attention_kinds(), "LSTM"]
-    names = full_names(kind, known)
-    if len(names) != 1:
-        raise ValueError(f"--kinds {kind}: give one of {', '.join(known)}, or the path of your own class")
-    return names[0]
-
-
 def _rates(text: str | None, files: Sequence[File]) -> list[float]:
     """Return the given learning rates, or those around the last one in the configurations."""
-    if text is None:
-        configured = [(file.path, rate) for file in files if isinstance(rate := file.value(_RATE), (int, float))]
-        if not configured:
-            raise ValueError(f"--config {files[-1].path} has no model.optimizer.lr; give the rates with --lr")
-        path, rate = configured[-1]
-        given = f"--config {path}: {_RATE} {rate}"
-        rates = [float(rate if factor == 1 else f"{factor * rate:.2g}") for factor in FACTORS]
-    else:
-        given = f"--lr {text}"
-        try:
-            rates = [float(number) for number in text.split(",")]
-        except ValueError:
-            raise ValueError(f"{given}: give numbers with commas between, as 3e-4,1e-3") from None
+    configured = [rate for file in files if isinstance(rate := file.value(_RATE), (int, float))]
+    if text is None and not configured:
+        raise ValueError(f"--config {files[-1].path} has no {_RATE}; give the rates with --lr")
+    try:
+        # Two digits of a multiple: a third of 0.003 is 0.001, not 0.001 less a rounding error.
+        around = [str(configured[-1]) if f == 1 else f"{f * configured[-1]:.2g}" for f in FACTORS if configured]
+        rates = [float(number) for number in (around if text is None else text.split(","))]
+    except ValueError:
+        raise ValueError(f"--lr {text}: give numbers with commas between, as 3e-4,1e-3") from None
     if not all(0 < rate < float("inf") for rate in rates):
-        raise ValueError(f"{given}: rates must be positive")
+        raise ValueError(f"--lr {text or configured[-1]}: rates must be positive")
     return list(dict.fromkeys(rates))
 
 
@@ -414,13 +330,9 @@ def _devices(text: str | None) -> list[str | None]:
     """Return the devices by their names for CUDA_VISIBLE_DEVICES. Numbers count those that are visible now."""
     if text is None:
         return [None]
-    devices = text.split(",")
-    if not all(map(str.isdecimal, devices)) or len(set(devices)) < len(devices):
-        raise ValueError(f"--devices {text}: give different numbers with commas between, as 0,1")
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if visible is None:
-        return [*devices]
-    names = visible.split(",")
-    if max(map(int, devices)) >= len(names):
-        raise ValueError(f"--devices {text}: CUDA_VISIBLE_DEVICES={visible} has only the devices 0 to {len(names) - 1}")
+    names = visible.split(",") if visible else [str(i) for i in range(torch.cuda.device_count())]
+    devices = text.split(",")
+    if not {*devices} <= {str(i) for i in range(len(names))} or len({*devices}) < len(devices):
+        raise ValueError(f"--devices {text}: give different numbers below {len(names)}, the number of CUDA devices")
     return [names[int(device)] for device in devices]

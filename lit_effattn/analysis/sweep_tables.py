@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 
 from lit_effattn.analysis.records import RunRecord
 from lit_effattn.analysis.tables import Spread, Table, from_columns
-from lit_effattn.drawing.plots import Point
 
 
 class Cell(NamedTuple):
@@ -52,17 +51,12 @@ class Outcome(NamedTuple):
     @property
     def _validated(self) -> Sequence[float]:
         """The values of the task's validation metric."""
-        if self.record is None or self.record.monitor is None:
-            return ()
-        return [*self.record.curves.get(self.record.monitor, {}).values()]
-
-    @property
-    def summary(self) -> str:
-        """The score, or the reason."""
-        return f"{self.record.monitor} {self.score:.4g}" if self.record is not None else f"refused: {self.reason}"
+        monitor = None if self.record is None else self.record.monitor
+        return [] if self.record is None or monitor is None else [*self.record.curves.get(monitor, {}).values()]
 
 
 Outcomes = Mapping[Cell, Outcome]
+_SIZES = ("parameters", "state_bytes", "state_length")
 
 
 def best_rate(kind: str, outcomes: Outcomes) -> float | None:
@@ -74,50 +68,37 @@ def best_rate(kind: str, outcomes: Outcomes) -> float | None:
 
 def by_rate(kinds: Sequence[str], rates: Sequence[float], outcomes: Outcomes) -> Table:
     """Return the validation metric of each kind at each rate, or the reason for its failure."""
+
+    def tried(outcome: Outcome) -> Any:
+        return outcome.score if math.isfinite(outcome.score) else outcome.reason
+
     monitors = {outcome.record.monitor: None for outcome in outcomes.values() if outcome.record is not None}
-    rows = [[kind, *(_tried(outcomes[Cell(kind, rate, 0)]) for rate in rates)] for kind in kinds]
+    rows = [[kind, *(tried(outcomes[Cell(kind, rate, 0)]) for rate in rates)] for kind in kinds]
     title = f"Rates: the lowest {', '.join(map(str, monitors)) or 'validation metric'} with seed 0"
     return Table(title, ["kind", *(f"{rate:g}" for rate in rates)], rows)
 
 
-def _tried(outcome: Outcome) -> Any:
-    return outcome.score if math.isfinite(outcome.score) else outcome.reason
-
-
 def by_kind(kinds: Sequence[str], chosen: Mapping[str, float], outcomes: Outcomes) -> Table:
     """Return a row for each kind: means over seeds at its best rate ± standard deviations."""
-    runs = [_runs(kind, chosen, outcomes) for kind in kinds]
+    runs = []
+    for kind in kinds:
+        at_best = sorted(cell for cell in outcomes if cell.kind == kind and cell.rate == chosen.get(kind))
+        runs.append([record for cell in at_best if (record := outcomes[cell].record) is not None])
+    reasons = {cell.kind: outcome.reason for cell, outcome in reversed([*outcomes.items()]) if outcome.reason}
     metrics = dict.fromkeys(name for of_kind in runs for run in of_kind for name in _scores(run))
     columns: dict[str, list[Any]] = {
         "kind": list(kinds),
-        "parameters": [of_kind[0].parameters if of_kind else None for of_kind in runs],
-        "state bytes": [of_kind[0].state_bytes if of_kind else None for of_kind in runs],
-        "at length": [of_kind[0].state_length if of_kind else None for of_kind in runs],
+        **{
+            title: [getattr(of_kind[0], name) if of_kind else None for of_kind in runs]
+            for title, name in zip(("parameters", "state bytes", "at length"), _SIZES, strict=True)
+        },
         "rate": [chosen.get(kind) for kind in kinds],
         "seeds": [len(of_kind) or None for of_kind in runs],
         "s/step": [_spread([run.seconds_per_step for run in of_kind]) for of_kind in runs],
         **{metric: [_spread([_scores(run).get(metric) for run in of_kind]) for of_kind in runs] for metric in metrics},
-        "refused": [_reason(kind, outcomes) for kind in kinds],
+        "refused": [reasons.get(kind) for kind in kinds],
     }
     return from_columns("Kinds at their best rate: mean ± standard deviation over seeds", columns)
-
-
-def points(kinds: Sequence[str], chosen: Mapping[str, float], outcomes: Outcomes) -> tuple[str, list[Point]]:
-    """Return the metric to plot against bytes of state, preferably the test accuracy, and a point for each kind."""
-    runs = {kind: _runs(kind, chosen, outcomes) for kind in kinds}
-    names = [name for of_kind in runs.values() for run in of_kind for name in _scores(run)]
-    metric = "test/accuracy" if "test/accuracy" in names else next((n for n in names if n.startswith("val/")), "")
-    plotted = []
-    for kind, of_kind in runs.items():
-        spread = _spread([_scores(run).get(metric) for run in of_kind])
-        if spread is not None and math.isfinite(spread.mean) and of_kind[0].state_bytes:
-            plotted.append(Point(kind.replace(":", " "), of_kind[0].state_bytes, spread.mean, spread.deviation or 0.0))
-    return metric, plotted
-
-
-def _runs(kind: str, chosen: Mapping[str, float], outcomes: Outcomes) -> list[RunRecord]:
-    at_best = sorted(cell for cell in outcomes if cell.kind == kind and cell.rate == chosen.get(kind))
-    return [record for cell in at_best if (record := outcomes[cell].record) is not None]
 
 
 def _scores(run: RunRecord) -> dict[str, float]:
@@ -132,7 +113,3 @@ def _spread(values: Sequence[float | None]) -> Spread | None:
     if not all(map(math.isfinite, known)):  # a seed diverged; `stdev` accepts finite numbers only
         return Spread(math.nan, None)
     return Spread(mean(known), stdev(known) if len(known) > 1 else None) if known else None
-
-
-def _reason(kind: str, outcomes: Outcomes) -> str | None:
-    return next((outcome.reason for cell, outcome in outcomes.items() if cell.kind == kind and outcome.reason), None)

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from lit_effattn.analysis.records import RunRecord
-from lit_effattn.analysis.sweep_tables import Cell, Outcome, best_rate, by_kind, by_rate, points
+from lit_effattn.analysis.sweep_tables import Cell, Outcome, best_rate, by_kind, by_rate
 from lit_effattn.analysis.tables import comma_separated, markdown
 
 BAD = [math.nan, math.inf, -math.inf]
@@ -46,10 +46,3 @@ def test_the_mean_over_seeds_of_which_one_diverged_is_no_number(bad, seed):
     assert of_b["test/loss"] == (2.0, 1.0)
     assert "| nan |" in markdown(table)
     assert ",nan,\n" in comma_separated(table)
-    outcomes = {cell: o._replace(record=renamed(o.record)) for cell, o in outcomes.items()}
-    assert [point.name for point in points(["a", "b"], chosen, outcomes)[1]] == ["b"]
-
-
-def renamed(record: RunRecord) -> RunRecord:
-    """Return a record whose loss in test is an accuracy."""
-    return RunRecord(record.path, {}, {"test/accuracy": record.curves["test/loss"]}, state_bytes=8, monitor="val/loss")

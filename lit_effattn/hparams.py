@@ -29,13 +29,15 @@ class HasInitArgs:
         return self
 
 
-def parameters(kind: type) -> dict[str, inspect.Parameter]:
-    """Return the parameters of a class's constructor by their names, without `self`.
+def parameters(kind: type) -> dict[str, Any]:
+    """Return the parameters of a class's constructor by their names, each with its default, annotation and text.
 
-    `inspect.signature(kind)` gives those of `HasInitArgs.__new__` for a class without an `__init__` of its own, in
-    Python 3.10 and up to 3.11.2.
+    Options that a constructor passes on with `**options` are those of the base class's constructor, without the ones
+    that it sets itself, as on the command line.
     """
-    return dict([*inspect.signature(kind.__init__).parameters.items()][1:])  # type: ignore[misc]
+    from jsonargparse._parameter_resolvers import get_signature_parameters  # not needed without the command
+
+    return {parameter.name: parameter for parameter in get_signature_parameters(kind, "__init__")}
 
 
 def defaults(kind: type) -> dict[str, Any]:
@@ -52,9 +54,12 @@ def init_args(module: HasInitArgs) -> dict[str, Any]:
     """
     args, kwargs = module._call
     bound = inspect.signature(type(module).__init__).bind(module, *args, **kwargs)
-    given = list(bound.arguments.items())[1:]  # without self
+    given = dict([*bound.arguments.items()][1:])  # without self
+    for name, parameter in bound.signature.parameters.items():
+        if parameter.kind is parameter.VAR_KEYWORD:
+            given |= given.pop(name, {})
     owner = type(module).__name__
-    return {name: _plain(value, f"{owner}({name}=…)") for name, value in given}
+    return {name: _plain(value, f"{owner}({name}=…)") for name, value in given.items()}
 
 
 def spec(module: HasInitArgs) -> dict[str, Any]:

@@ -9,6 +9,7 @@ import pytest
 
 from lit_effattn import Transformer, attention
 from lit_effattn.attention import Attention, FeatureMap
+from lit_effattn.hparams import parameters
 from lit_effattn.interchange.family import Settings
 from lit_effattn.nn.adaptive import AdaptiveEmbedding
 from lit_effattn.nn.heads import CategoricalHead
@@ -30,7 +31,7 @@ MAKE = {
 CASES = [
     (kind, name, "tuple" in str(parameter.annotation))
     for kind in MAKE
-    for name, parameter in inspect.signature(kind).parameters.items()
+    for name, parameter in parameters(getattr(kind, "func", kind)).items()
     if "float" in str(parameter.annotation)
 ]
 

@@ -139,3 +139,34 @@ def test_parameters_are_those_of_the_constructor():
     for kind in (Parent, Child):
         assert list(parameters(kind)) == ["a", "b"]
         assert defaults(kind) == {"b": 2}
+
+
+def test_options_that_are_passed_on_are_those_of_the_base_class():
+    class Parent(HasInitArgs):
+        """Has options.
+
+        Args:
+            a: The first.
+            b: The second.
+            c: The third.
+        """
+
+        def __init__(self, a: int, *, b: int = 2, c: float = 1.0) -> None: ...
+
+    class Child(Parent):
+        """Sets one of them.
+
+        Args:
+            d: The fourth.
+        """
+
+        def __init__(self, a: int, *, d: bool = False, **options: object) -> None:
+            super().__init__(a, b=3, **options)
+
+    assert defaults(Child) == {"d": False, "c": 1.0}
+    assert {name: option.doc for name, option in parameters(Child).items()} == {
+        "a": "The first.",
+        "d": "The fourth.",
+        "c": "The third.",
+    }
+    assert init_args(Child(1, c=2.0)) == {"a": 1, "c": 2.0}

@@ -9,18 +9,20 @@ from lit_effattn.attention.cross import (
     PerformerCrossAttention,
     SoftmaxCrossAttention,
 )
-from lit_effattn.attention.delta_net import DeltaNetAttention
 from lit_effattn.attention.feature_maps import EluFeatureMap, FeatureMap, HedgehogFeatureMap, ReluFeatureMap
-from lit_effattn.attention.gated_delta_net import GatedDeltaNetAttention
-from lit_effattn.attention.gated_linear import GatedLinearAttention
 from lit_effattn.attention.infinite import InfiniteAttention
-from lit_effattn.attention.kimi_delta import KimiDeltaAttention
 from lit_effattn.attention.linear import LinearAttention
 from lit_effattn.attention.lsh import LSHAttention
-from lit_effattn.attention.mamba2 import Mamba2Attention
 from lit_effattn.attention.performer import PerformerAttention
 from lit_effattn.attention.recurrent import RecurrentAttention
-from lit_effattn.attention.retention import RetentionAttention
+from lit_effattn.attention.recurrent_kinds import (
+    DeltaNetAttention,
+    GatedDeltaNetAttention,
+    GatedLinearAttention,
+    KimiDeltaAttention,
+    Mamba2Attention,
+    RetentionAttention,
+)
 from lit_effattn.attention.shaw import ShawAttention
 from lit_effattn.attention.softmax import SoftmaxAttention
 from lit_effattn.attention.sparse import SparseAttention

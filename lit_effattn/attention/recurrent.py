@@ -76,7 +76,10 @@ class RecurrentAttention(Attention):
 
     Convolution, gates, recurrence and norm are computed in float32 at least, regardless of autocast.
 
-    A new kind implements `gates`, and may override `features`.
+    Time O(N (C + D) D H) with chunks of C positions; state: a matrix D_qk × D for each head, and K − 1 inputs of the
+    convolution. The memory reaches back to the start.
+
+    A new kind implements `gates`, and may override `features`, `activated` and `conv_bias`.
 
     Args:
         d_model: Width E.
@@ -86,19 +89,23 @@ class RecurrentAttention(Attention):
         head_dim: Dimensions D of a head's values. Default: E / H.
         n_qk_heads: Heads of queries and keys, each shared by H / n_qk_heads heads of values. Default: H.
         conv_size: Positions K that the convolution reads, its own included. None: no convolution.
-        conv_bias: Whether the convolution has a bias.
-        activated: Whether SiLU follows the projections or the convolution.
-        beta_max: With it there is the delta rule with β = beta_max · σ(W_β x), and queries and keys have unit length.
+        norm_eps: ε of the norm.
         chunk_size: Positions computed at once; no effect on the result.
         bias: Whether the projections of queries, keys, values and outputs have a bias.
 
     Raises:
-        ValueError: If a size is not positive, `n_qk_heads` does not divide `n_heads`, `beta_max` is not above 0 and at
-            most 2, or `n_heads` is odd and the module is not causal.
+        ValueError: If a size is not positive, `n_qk_heads` does not divide `n_heads`, or `n_heads` is odd and the
+            module is not causal.
     """
 
     has_positions = True
     extra_parameters = ("convolution", "beta_proj", "decay_proj", "a_log", "dt_bias", "norm", "gate_proj", "skip")
+
+    activated = False
+    """Whether SiLU follows the projections or the convolution."""
+
+    conv_bias = False
+    """Whether the convolution has a bias."""
 
     def __init__(
         self,
@@ -110,9 +117,7 @@ class RecurrentAttention(Attention):
         head_dim: int | None = None,
         n_qk_heads: int | None = None,
         conv_size: int | None = None,
-        conv_bias: bool = False,
-        activated: bool = False,
-        beta_max: float | None = None,
+        norm_eps: float = 1e-5,
         chunk_size: int = 64,
         bias: bool = False,
     ) -> None:
@@ -133,16 +138,10 @@ class RecurrentAttention(Attention):
             self.q_proj = nn.Linear(d_model, self.n_qk_heads * qk_dim, bias=bias)
             self.k_proj = nn.Linear(d_model, self.n_qk_heads * qk_dim, bias=bias)
         self.n_channels = 2 * self.n_qk_heads * qk_dim + n_heads * self.head_dim
-        self.convolution = None if conv_size is None else ShortConvolution(self.n_channels, conv_size, conv_bias)
-        self.activated = activated
-        if beta_max is not None and not 0 < beta_max <= 2:
-            raise ValueError(
-                f"beta_max={beta_max} must be above 0 and at most 2: beyond, the state grows without bound"
-            )
-        self.beta_max = beta_max
-        self.beta_proj = None if beta_max is None else nn.Linear(d_model, n_heads, bias=False)
+        self.convolution = None if conv_size is None else ShortConvolution(self.n_channels, conv_size, self.conv_bias)
+        self.register_module("beta_proj", None)  # that of the delta rule is before `norm` in checkpoints
         self.chunk_size = chunk_size
-        self.norm: nn.Module = GatedNorm((self.head_dim,))
+        self.norm = GatedNorm((self.head_dim,), norm_eps)
         self.gate_proj: nn.Module | None = None
         self.skip: nn.Parameter | None = None
 
@@ -152,14 +151,7 @@ class RecurrentAttention(Attention):
 
     def features(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
         """Transform queries and keys (B, N, H_qk, D_qk), after the convolution."""
-        return (q, k) if self.beta_proj is None else (unit_length(q), unit_length(k))
-
-    def beta(self, x: Tensor) -> Tensor | None:
-        """Return β of `x` (B, N, E), (B, N, H), or None without the delta rule."""
-        if self.beta_proj is None or self.beta_max is None:
-            return None
-        raw = self.beta_proj(x)
-        return self.beta_max * raw.to(accumulator(raw.dtype)).sigmoid()
+        return q, k
 
     def forward(
         self, x: Tensor, state: RecurrentState | None = None, lengths: Tensor | None = None

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterable
+from inspect import Parameter
 from textwrap import fill
 from typing import Any, get_origin
-
-import docstring_parser
 
 import lit_effattn.attention
 from lit_effattn.attention import Attention
@@ -33,7 +32,7 @@ def kinds(names: list[str]) -> str:
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = ["  ".join(f"{cell:{width}}" for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
     for i, kind in enumerate(known.values()):
-        given = ", ".join(f"{option}={value}" for option, value in _options(kind).items())
+        given = ", ".join(f"{option}={_default(parameter)}" for option, parameter in _options(kind).items())
         lines[i + 1] += "\n" + fill(given, 116, initial_indent="    ", subsequent_indent="    ")
     return "\n".join([*lines, "", "What the options of a kind do: lit-effattn kinds SoftmaxAttention"])
 
@@ -91,31 +90,25 @@ def _is_kind(value: Any) -> bool:
 
 def _described(kind: type[Attention]) -> str:
     """Return the first sentence of a kind's docstring, and each option with its default and description."""
-    parsed = docstring_parser.parse(inspect.getdoc(kind) or "", docstring_parser.DocstringStyle.GOOGLE)
-    does = {param.arg_name: " ".join((param.description or "").split()) for param in parsed.params}
-    lines = [f"{kind.__name__}: {parsed.short_description}"]
+    first = " ".join((inspect.getdoc(kind) or "").partition("\n\n")[0].split())
+    lines = [f"{kind.__name__}: {first}"]
     lines.append(f"  direction: {_direction(kind)}; state: {_state(kind)}; cross-attention: {_cross(kind.__name__)}")
-    for option, value in _options(kind).items():
-        lines.append(
-            fill(
-                f"{option}={value}  {does.get(option, '')}".rstrip(),
-                116,
-                initial_indent="  ",
-                subsequent_indent="      ",
-            )
-        )
+    for option, parameter in _options(kind).items():
+        text = f"{option}={_default(parameter)}  {' '.join((parameter.doc or '').split())}".rstrip()
+        lines.append(fill(text, 116, initial_indent="  ", subsequent_indent="      "))
     return "\n".join(lines)
 
 
-def _options(kind: type[Attention]) -> dict[str, str]:
-    """Return a kind's own options and their defaults, as Python writes them."""
+def _options(kind: type[Attention]) -> dict[str, Any]:
+    """Return the parameters of a kind that a `Transformer` does not pass."""
     own = {name: p for name, p in parameters(kind).items() if name not in _SHARED}
-    return {name: _default(p) for name, p in own.items() if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)}
+    return {name: p for name, p in own.items() if p.kind not in (Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD)}
 
 
-def _default(parameter: inspect.Parameter) -> str:
+def _default(parameter: Any) -> str:
+    """Return the default of a parameter as Python writes it."""
     value = parameter.default
-    if value is parameter.empty:
+    if value is Parameter.empty:
         return "(required)"
     return value.__name__ if inspect.isclass(value) else repr(value)
 

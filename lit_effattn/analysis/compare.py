@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,7 +14,29 @@ from lit_effattn.checkpoints.printable import printable
 from lit_effattn.checkpoints.runs import short
 from lit_effattn.checkpoints.shipped import model_path
 from lit_effattn.drawing import plots
-from lit_effattn.settings import parsers
+from lit_effattn.settings.own_classes import add_trust
+from lit_effattn.settings.parsers import tool_parser
+
+
+def _parser() -> argparse.ArgumentParser:
+    """Return the parser of `compare`."""
+    parser = tool_parser(
+        "compare", "Compare runs: settings that differ, metrics, parameters, bytes of state, time, peak memory."
+    )
+    parser.add_argument("runs", nargs="+", metavar="RUN", help="The folder of a run, or model:NAME.")
+    parser.add_argument(
+        "--format", choices=["terminal", "markdown", "csv"], default="terminal", help="Default: terminal."
+    )
+    parser.add_argument("--output", metavar="FILE", help="Write the table here; in Markdown unless --format csv.")
+    parser.add_argument("--plots", metavar="FOLDER", help="Write curves.png here: metrics by step and by time.")
+    parser.add_argument(
+        "--length",
+        type=int,
+        help="Positions for which the bytes of a growing state are counted. Default: the length in the data's "
+        "configuration, the dimensions of an image, or 1,024.",
+    )
+    add_trust(parser)
+    return parser
 
 
 def compare(args: list[str]) -> None:
@@ -25,7 +48,7 @@ def compare(args: list[str]) -> None:
     Raises:
         ValueError: If a folder is not that of a run, an option is out of range, or matplotlib is missing.
     """
-    options = parsers.compare().parse_args(args)
+    options = _parser().parse_args(args)
     if options.length is not None and options.length < 1:
         raise ValueError(f"--length {options.length} must be at least 1")
     if options.plots:

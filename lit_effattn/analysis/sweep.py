@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import re
@@ -24,9 +25,10 @@ from lit_effattn.checkpoints.runs import check_contained, find_checkpoint, short
 from lit_effattn.datamodules.common.json_data import parse_json
 from lit_effattn.hparams import parameters
 from lit_effattn.nn.lstm import LSTM
-from lit_effattn.settings import parsers
 from lit_effattn.settings.arguments import Arguments, File
 from lit_effattn.settings.kinds import attention_kinds, full_names, own_kind
+from lit_effattn.settings.own_classes import add_trust
+from lit_effattn.settings.parsers import tool_parser
 from lit_effattn.settings.run_names import ROOT
 from lit_effattn.stopping import SIGNALS, Stopped
 
@@ -34,7 +36,7 @@ FACTORS = (1 / 3, 1, 3)
 """The default rates are the configuration's times these."""
 
 RECORD = "sweep.json"
-COMMAND = Path(parsers.__file__).parents[1] / "cli" / "__main__.py"
+COMMAND = Path(__file__).parents[1] / "cli" / "__main__.py"
 _FIXED = ("seed_everything", "ckpt_path", "name", "trainer.default_root_dir")
 """Flags of `fit` that the sweep sets."""
 _BETWEEN = r",(?![^\[]*\])"
@@ -46,6 +48,33 @@ Child = Callable[[list[str], Path, "str | None", threading.Event], "tuple[int, s
 its error message."""
 
 
+def _parser() -> argparse.ArgumentParser:
+    """Return the parser of `sweep`."""
+    parser = tool_parser(
+        "sweep",
+        "Train several kinds of attention on the same data for the same number of steps. Each is trained "
+        "with seed 0 at every learning rate; the rate with the lowest value of the task's validation metric is then "
+        "used for all seeds, whose best checkpoints are tested. An interrupted sweep continues when the command is "
+        "repeated. Other flags are those of `lit-effattn fit`.",
+    )
+    parser.add_argument("-c", "--config", action="append", required=True, help="A shipped configuration or a file.")
+    parser.add_argument(
+        "--kinds",
+        required=True,
+        help="Kinds of attention with commas between: short names (linear), class names, class paths of your own "
+        "(my_module.MyAttention), which are then trusted; lstm replaces the whole backbone. Options follow colons: "
+        "transformerxl:mem_len=64:dropout=0.1.",
+    )
+    parser.add_argument("--seeds", type=int, default=3, help="Number of seeds at the best rate. Default: 3.")
+    parser.add_argument("--lr", help="Rates with commas between. Default: 1/3, 1 and 3 times the configuration's.")
+    parser.add_argument(
+        "--devices", help="CUDA devices with commas between, one for each run. Default: one run at a time."
+    )
+    parser.add_argument("--output", metavar="FOLDER", help="Default: runs/sweep_CONFIG.")
+    add_trust(parser)
+    return parser
+
+
 def sweep(args: list[str]) -> None:
     """Run a sweep, or continue an interrupted one, and write its tables.
 
@@ -55,7 +84,7 @@ def sweep(args: list[str]) -> None:
     Raises:
         ValueError: If an argument is invalid, the folder has a sweep with other flags, or no run succeeds.
     """
-    options, flags = parsers.sweep().parse_known_args(args)
+    options, flags = _parser().parse_known_args(args)
     names = re.split(_BETWEEN, options.kinds)
     own = {path: own_kind(path) for name in names if "." in (path := name.partition(":")[0])}
     trust = [*options.trust, *(path for path in own if path not in options.trust)]

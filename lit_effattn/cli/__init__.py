@@ -10,8 +10,8 @@ from importlib import import_module
 from typing import NoReturn
 
 from lit_effattn.checkpoints.printable import printable
-from lit_effattn.settings import parsers
-from lit_effattn.settings.own_classes import may_name_modules
+from lit_effattn.settings.own_classes import add_trust, may_name_modules
+from lit_effattn.settings.parsers import tool_parser
 from lit_effattn.stopping import Stopped, stoppable
 
 # Lightning 2.6 itself uses deprecated functions of jsonargparse; users cannot change that.
@@ -147,10 +147,6 @@ def _main(args: list[str] | None) -> None:
     if args[0] not in (*COMMANDS, *TOOLS):
         known = ", ".join((*COMMANDS, *TOOLS, CONVERT, CHECK, *LISTS))
         fail(f"{args[0]!r} is not a command; there are {known}", code=2)
-    try:
-        _check_arguments(args)
-    except ValueError as error:  # of a name that --trust gives
-        fail(str(error))
     from lit_effattn.cli.command import UsageError, quieten, run
 
     quieten()
@@ -209,18 +205,6 @@ def _check_unicode(args: list[str]) -> None:
             )
 
 
-def _check_arguments(args: list[str]) -> None:
-    """End the process where help is asked for or an argument is invalid, before what is slow to import."""
-    if args[:2] == ["data", "prepare"]:
-        parsers.prepare().parse_args(args[2:])
-    elif args[0] == "sweep":  # which also takes the options of `fit`
-        parsers.sweep().parse_known_args(args[1:])
-    elif _is_stream(args):
-        parsers.stream().parse_args(args[1:])
-    elif args[0] in TOOLS:
-        getattr(parsers, args[0])().parse_args(args[1:])
-
-
 def _print_version(args: list[str]) -> None:
     """Print the version."""
     if args:
@@ -244,8 +228,16 @@ def _list(command: str, names: list[str]) -> None:
 
 def _convert(args: list[str]) -> None:
     """Convert a pretrained model."""
+    parser = tool_parser(
+        CONVERT,
+        "Convert a folder of Hugging Face weights (GPT-2, Llama, Mistral, Qwen) to a checkpoint with a "
+        "configuration, in the new folder TO; or a checkpoint to such a folder. Nothing is downloaded.",
+    )
+    parser.add_argument("source", metavar="FROM", help="The folder, or the checkpoint.")
+    parser.add_argument("target", metavar="TO", help="The folder to make.")
+    add_trust(parser)
     try:
-        options = parsers.convert().parse_args(args)
+        options = parser.parse_args(args)
         from lit_effattn.interchange.convert import convert
 
         warnings.formatwarning = lambda message, *_, **__: f"warning: {printable(str(message))}\n"

@@ -2,13 +2,67 @@
 
 from __future__ import annotations
 
+import argparse
 from pathlib import Path
 
 from lit_effattn.checkpoints.io import read_outline
 from lit_effattn.checkpoints.runs import find_checkpoint, output_folder, short
 from lit_effattn.interchange import export as exporting
-from lit_effattn.settings import parsers
+from lit_effattn.interchange import onnx_operators
+from lit_effattn.settings.own_classes import add_trust
+from lit_effattn.settings.parsers import tool_parser
+from lit_effattn.settings.run_names import add_root
 from lit_effattn.tasks.base import Task
+
+
+def _parser() -> argparse.ArgumentParser:
+    """Return the parser of `export`."""
+    parser = tool_parser(
+        "export",
+        "Write a checkpoint's model for other programs. onnx and torch: a streaming step, whose state is an input and "
+        "an output. safetensors: the weights and the configuration, which all commands read as a checkpoint.",
+    )
+    parser.add_argument(
+        "--ckpt_path",
+        default="best",
+        help="A checkpoint: its path, last or best of the newest run, or model:NAME. Default: best.",
+    )
+    parser.add_argument("--format", choices=exporting.SUFFIXES, default="onnx", help="Default: onnx.")
+    parser.add_argument("--output", metavar="FILE", help="Default: in the folder `exported` of the run.")
+    parser.add_argument(
+        "--max_len", type=int, help="Most positions of a stream, for attention that keeps every position."
+    )
+    parser.add_argument("--batch_size", type=int, default=1, help="Rows of a step. Default: 1.")
+    parser.add_argument(
+        "--check",
+        type=int,
+        default=exporting.CHECKED,
+        metavar="N",
+        help="Steps to compare with PyTorch before the file is written. Default: %(default)s.",
+    )
+    parser.add_argument(
+        "--dtype",
+        choices=exporting.DTYPES,
+        help="safetensors: type of the floating-point weights. Default: as they are. float16 halves the file.",
+    )
+    parser.add_argument(
+        "--normalize",
+        choices=["running"],
+        help="running: the step of a recogniser normalises by mean and variance of the sound so far, for one that was "
+        "trained with normalize: utterance or speaker. Default: as in training.",
+    )
+    parser.add_argument(
+        "--operators",
+        choices=onnx_operators.OPERATORS,
+        default=onnx_operators.DEFAULT,
+        help="onnx: opset18, which every runtime has. opset27: LinearAttention and CausalConvWithState, so the file "
+        "reads prompts, for linear attention and the kinds with decay or the delta rule. "
+        "onnxruntime: the same two of its domain com.microsoft, for which it has kernels. Default: opset18.",
+    )
+    parser.add_argument("--overwrite", action="store_true", help="Replace an existing file.")
+    add_root(parser)
+    add_trust(parser)
+    return parser
 
 
 def export(args: list[str]) -> None:
@@ -22,7 +76,7 @@ def export(args: list[str]) -> None:
         FileExistsError: If the file exists, and --overwrite is not given.
         ValueError: If the model can't be exported in this format: see `lit_effattn.interchange.export.export`.
     """
-    given = parsers.export().parse_args(args)
+    given = _parser().parse_args(args)
     checkpoint = find_checkpoint(given.ckpt_path, Path(given.root))
     target = Path(given.output) if given.output else _target(checkpoint, Path(given.root), given.format)
     done = exporting.export(

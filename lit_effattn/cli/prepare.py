@@ -2,13 +2,47 @@
 
 from __future__ import annotations
 
+import argparse
 import sys
 from pathlib import Path
 
 from lit_effattn.checkpoints.printable import printable
 from lit_effattn.checkpoints.runs import short
 from lit_effattn.datamodules.text.prepare import prepare as make
-from lit_effattn.settings import parsers
+from lit_effattn.datamodules.text.tokenizers import KINDS
+from lit_effattn.settings.parsers import tool_parser
+
+
+def _parser() -> argparse.ArgumentParser:
+    """Return the parser of `data prepare`."""
+    parser = tool_parser(
+        "data prepare",
+        "Tokenize a text larger than memory, in parallel, into files that training maps. After an "
+        "interruption the same command continues.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    parser.add_argument("input", metavar="INPUT", help="A file, or a folder: .txt or .jsonl, as they are or with .gz.")
+    parser.add_argument("folder", metavar="FOLDER", help="The folder to create, or to continue.")
+    parser.add_argument(
+        "--tokens",
+        default="bytes",
+        choices=KINDS,
+        help="How to tokenize; all but bytes are learnt.",
+    )
+    parser.add_argument("--vocab_size", type=int, help="words, bpe: size of the vocabulary.")
+    parser.add_argument(
+        "--tokenizer_of", help="A checkpoint (or model:NAME) whose tokenizer to use, in place of these."
+    )
+    parser.add_argument("--field", default="text", help="Name of the text in the lines of a .jsonl.")
+    parser.add_argument(
+        "--held_out", type=int, default=200, help="One of so many documents is for validation, one for test."
+    )
+    parser.add_argument("--shard_bytes", type=int, default=256_000_000, help="Bytes of input for a shard.")
+    parser.add_argument(
+        "--learn_bytes", type=int, default=100_000_000, help="Bytes of text to learn a vocabulary from."
+    )
+    parser.add_argument("--workers", type=int, default=1, help="Number of processes.")
+    return parser
 
 
 def prepare(args: list[str]) -> None:
@@ -21,7 +55,7 @@ def prepare(args: list[str]) -> None:
         FileNotFoundError: If there is no input.
         ValueError: If the folder has other settings or another input, or an argument is invalid.
     """
-    given = vars(parsers.prepare().parse_args(args))
+    given = vars(_parser().parse_args(args))
     source, folder = Path(given.pop("input")), Path(given.pop("folder"))
     about, left_out = make(source, folder, **given)
     if left_out:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import argparse
 import signal
 import sys
-from argparse import Namespace
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -18,7 +18,9 @@ from lit_effattn.checkpoints.runs import find_checkpoint, short
 from lit_effattn.checks import at_least
 from lit_effattn.datamodules.common.files import regular
 from lit_effattn.datamodules.speech.audio import AudioError, stream_audio, stream_pipe
-from lit_effattn.settings import parsers
+from lit_effattn.settings.own_classes import add_trust
+from lit_effattn.settings.parsers import tool_parser
+from lit_effattn.settings.run_names import add_root
 from lit_effattn.stopping import Receiver, Stopped, handle
 from lit_effattn.tasks.ctc import BeamDecoder
 from lit_effattn.tasks.kept_states import check_replaceable, load_stream, save_stream
@@ -29,6 +31,60 @@ _BY_BLOCK = (
     "warning: the phones may depend on --block_ms, since a position of this model sees all of its block; train "
     "TransformerXLAttention with same_length: true"
 )
+
+
+def _parser() -> argparse.ArgumentParser:
+    """Return the parser of `predict --stream`."""
+    parser = tool_parser(
+        "predict",
+        "Print the phones of a stream of sound as they are recognised. The model must be causal. "
+        "A microphone: arecord -t raw -f S16_LE -r 16000 | lit-effattn predict --ckpt_path best --stream -",
+    )
+    parser.add_argument(
+        "--stream",
+        required=True,
+        metavar="FILE",
+        help="A recording, or - for the standard input: WAV or samples alone (16 bits, little-endian), one channel, at "
+        "the sampling rate of the model.",
+    )
+    parser.add_argument(
+        "--ckpt_path", default="best", help="A checkpoint: its path, or last or best of the newest run. Default: best."
+    )
+    parser.add_argument(
+        "--times", action="store_true", help="A line for each phone: start in seconds, phone, confidence."
+    )
+    parser.add_argument(
+        "--normalize",
+        choices=["running"],
+        help="running: by mean and variance of the sound so far, for a model trained with normalize: utterance or "
+        "speaker. Default: as in training.",
+    )
+    parser.add_argument(
+        "--beam_size",
+        type=int,
+        help="Beam search with so many hypotheses; a phone is printed when all of them agree on it. Default: the "
+        "model's decoder.",
+    )
+    parser.add_argument(
+        "--block_ms",
+        type=int,
+        help="Milliseconds that are read at once. Larger blocks take less time. Default: 1000 of a file, 100 of -.",
+    )
+    parser.add_argument(
+        "--save_state",
+        metavar="FILE",
+        help="At the end of the input, or after Ctrl-C, write where the stream stands. It does not end: --state goes "
+        "on with more sound.",
+    )
+    parser.add_argument(
+        "--state",
+        metavar="FILE",
+        help="Go on from this file, which --save_state wrote with the same checkpoint and options: the input is the "
+        "sound that follows, and times count from the beginning of the stream.",
+    )
+    add_root(parser)
+    add_trust(parser)
+    return parser
 
 
 def stream(args: list[str]) -> None:
@@ -42,7 +98,7 @@ def stream(args: list[str]) -> None:
         ValueError: If the model is not a causal recogniser, its features look ahead, or the sound or the state can't
             be read.
     """
-    given = parsers.stream().parse_args(args)
+    given = _parser().parse_args(args)
     block_ms = given.block_ms if given.block_ms is not None else 100 if given.stream == "-" else 1000
     at_least(1, block_ms=block_ms)
     if given.save_state is not None:
@@ -89,7 +145,7 @@ def _print(phones: Iterable[RecognizedPhone], *, times: bool) -> None:
             print(name, end=" ", flush=True)
 
 
-def _finish(stream: SpeechStream, given: Namespace) -> None:
+def _finish(stream: SpeechStream, given: argparse.Namespace) -> None:
     """Print the last phones, or save where the stream stands."""
     if given.save_state is None:
         _print(stream(torch.zeros(0), last=True), times=given.times)

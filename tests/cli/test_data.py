@@ -12,9 +12,9 @@ from PIL import Image
 
 from lit_effattn.cli import main
 from lit_effattn.cli.data import describe
+from lit_effattn.cli.prepare import _parser
 from lit_effattn.datamodules import SpeechBatch
 from lit_effattn.datamodules.text.prepare import prepare as make
-from lit_effattn.settings import parsers
 from tests.support.commands import fails
 
 
@@ -70,7 +70,7 @@ def test_preparing_a_large_text(capsys: pytest.CaptureFixture[str]):
     main(["data", *flags, "--data.batch_size", "4", "--data.segment_len", "8"])
     assert '"line ' in capsys.readouterr().out
     options = {name: option.default for name, option in inspect.signature(make).parameters.items() if name != "source"}
-    given = vars(parsers.prepare().parse_args(["in", "out"]))
+    given = vars(_parser().parse_args(["in", "out"]))
     assert given == options | {"input": "in", "folder": "out"}
 
 

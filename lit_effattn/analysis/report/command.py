@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import csv
 from collections.abc import Iterator, Mapping, Sequence
@@ -33,8 +34,9 @@ from lit_effattn.checkpoints.printable import printable
 from lit_effattn.checkpoints.runs import LAST, PREVIOUS, find_checkpoint, is_checkpoint, output_folder, short
 from lit_effattn.checkpoints.shipped import is_model
 from lit_effattn.drawing.plots import Line
-from lit_effattn.settings import parsers
 from lit_effattn.settings.defaults import split
+from lit_effattn.settings.own_classes import add_trust
+from lit_effattn.settings.parsers import tool_parser
 from lit_effattn.settings.run_names import ROOT
 from lit_effattn.tasks import Task
 
@@ -53,6 +55,29 @@ class Source(NamedTuple):
     checkpoint: Path | None
 
 
+def _parser() -> argparse.ArgumentParser:
+    """Return the parser of `report`."""
+    parser = tool_parser(
+        "report", "Write one HTML page about runs: configuration, curves, metrics, cost, samples, attention."
+    )
+    parser.add_argument(
+        "runs",
+        nargs="+",
+        metavar="RUN",
+        help="The folder of a run, a checkpoint, `best` or `last` (of the newest run), a configuration's name (its "
+        "newest run), or `model:NAME`, one of `lit-effattn models`.",
+    )
+    parser.add_argument("--output", metavar="FILE", help="The page, a new file. Default: report.html in the run.")
+    parser.add_argument(
+        "--samples", type=int, default=8, help="How many test items and drawn samples to show; 0: none. Default: 8."
+    )
+    parser.add_argument(
+        "--length", type=int, default=256, help="Draw attention for at most so many positions. Default: 256."
+    )
+    add_trust(parser)
+    return parser
+
+
 def report(args: list[str]) -> None:
     """Write a report.
 
@@ -64,7 +89,7 @@ def report(args: list[str]) -> None:
         FileNotFoundError: If a run does not exist.
         FileExistsError: If the page that `--output` names exists.
     """
-    options = parsers.report().parse_args(args)
+    options = _parser().parse_args(args)
     for name, value, least in (("samples", options.samples, 0), ("length", options.length, 2)):
         if value < least:
             raise ValueError(f"--{name} {value} must be at least {least}")

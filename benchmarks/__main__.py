@@ -7,13 +7,12 @@ import os
 import shlex
 import subprocess
 import sys
-from collections.abc import Mapping
 from importlib.util import find_spec
 from pathlib import Path
 
 import torch
 
-from benchmarks import generation, kernels, layers, reproduce, scaling, steps
+from benchmarks import generation, gpu, kernels, layers, reproduce, scaling, steps
 from benchmarks.report import Report, publish
 
 BENCHMARKS = {
@@ -34,17 +33,6 @@ SHORT = (
 )
 """The short version, which runs if no benchmark is named: less than 5 minutes on 2 cores."""
 
-GPU = {
-    "kernels --lengths 8192 --batch_size 8 --dtype bfloat16": 90,
-    "kernels --lengths 8192 --batch_size 8 --dtype bfloat16 --precision medium": 70,
-    "generation --small --compiled --lengths 784 --windows 2 --batch_sizes 1 512": 110,
-    "steps configs/digits_linear.yaml configs/stdlib_xl.yaml --only fit bfloat16 --steps 8 --repeats 3": 50,
-    "steps --tokens 49152 --repeats 5": 30,
-    "scaling --repeats 2 --lengths 1024 4096 16384 65536 --limit 1": 90,
-    "layers --lengths 4096": 90,
-}
-"""The runs of `gpu` and their time limits in seconds: less than 9 minutes on any GPU."""
-
 FIGURES_DEPEND_ON = ("GLIBC_TUNABLES", "OMP_NUM_THREADS")
 """Environment variables that change figures. They are part of the command that is reported."""
 
@@ -52,29 +40,24 @@ FIGURES_DEPEND_ON = ("GLIBC_TUNABLES", "OMP_NUM_THREADS")
 def main(argv: list[str]) -> None:
     """Run the benchmark that `argv` names, or the short version with `argv` as options of each run."""
     if not argv or (argv[0].startswith("-") and argv[0] not in ("-h", "--help")):
-        _one_by_one(dict.fromkeys(SHORT), argv)
+        _one_by_one(argv)
     elif argv[0] == "gpu":
-        _parse(argv)
-        _one_by_one(GPU, argv[1:])
+        gpu.main(_parse(argv))
     else:
         _run(_parse(argv), argv)
 
 
-def _one_by_one(limits: Mapping[str, float | None], options: list[str]) -> None:
-    """Run each in its own process. If one fails, or takes longer than its limit, the others still run."""
-    runs = [([*shlex.split(words), *options], limit) for words, limit in limits.items()]
-    for words, _ in runs:
+def _one_by_one(options: list[str]) -> None:
+    """Run the short version, each part in its own process. If one fails, the others still run."""
+    runs = [[*shlex.split(words), *options] for words in SHORT]
+    for words in runs:
         _parse(words)  # invalid options are rejected before the first run
-    _log("To run:", *(f"    {_command(words)}" for words, _ in runs))
+    _log("To run:", *(f"    {_command(words)}" for words in runs))
     failures = []
-    for words, limit in runs:
-        try:
-            status = subprocess.run([sys.executable, "-m", "benchmarks", *words], timeout=limit).returncode
-            failure = f"exit status {status}" if status else None
-        except subprocess.TimeoutExpired:
-            failure = f"stopped after {limit} s"
-        if failure is not None:
-            failures.append(f"{_command(words)}: {failure}")
+    for words in runs:
+        status = subprocess.run([sys.executable, "-m", "benchmarks", *words]).returncode
+        if status:
+            failures.append(f"{_command(words)}: exit status {status}")
             _log(failures[-1])
     if failures:
         _log(f"{len(failures)} of {len(runs)} failed:", *failures)
@@ -88,8 +71,8 @@ def _log(*lines: str) -> None:
 def _parse(argv: list[str]) -> argparse.Namespace:
     parser = _parser()
     args = parser.parse_args(argv)
-    if args.benchmark == "gpu" and args.device.type != "cuda":
-        parser.error(f"gpu needs a CUDA device, not {args.device}; without a name, a short version measures the CPU")
+    if args.benchmark == "gpu" and args.device.type != "cuda" and not args.dry_run:
+        parser.error(f"gpu needs a CUDA device, not {args.device}; --dry_run tries every line on a CPU")
     if args.output is not None and args.benchmark in PICTURED and find_spec("matplotlib") is None:
         parser.error("--output draws a picture, which needs matplotlib: pip install 'lit-effattn[bench]'")
     return args
@@ -114,7 +97,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     commands = parser.add_subparsers(dest="benchmark", required=True)
     summaries = {name: (benchmark.__doc__ or "").splitlines()[0] for name, benchmark in BENCHMARKS.items()}
-    summaries["gpu"] = f"On a GPU, in under 9 minutes: {', '.join(dict.fromkeys(words.split()[0] for words in GPU))}."
+    summaries["gpu"] = (gpu.__doc__ or "").splitlines()[0]
     for name, summary in summaries.items():
         command = commands.add_parser(name, help=summary, description=summary, allow_abbrev=False)
         about = f"also write {name}.md and {name}.json" + (f", and draw {name}.png" if name in PICTURED else "")
@@ -122,8 +105,7 @@ def _parser() -> argparse.ArgumentParser:
         default = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         about = "cpu, cuda or cuda:1; default: %(default)s"
         command.add_argument("--device", type=_device, default=default, help=about)
-        if name in BENCHMARKS:
-            BENCHMARKS[name].add_arguments(command)
+        (gpu if name == "gpu" else BENCHMARKS[name]).add_arguments(command)
     return parser
 
 

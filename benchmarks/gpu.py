@@ -1,4 +1,4 @@
-"""What attention costs on a GPU: tests, kernels beside flash-linear-attention and softmax, training steps, generation.
+"""Costs of attention on a GPU: tests, kernels beside flash-linear-attention and softmax, training steps, generation.
 
 `python -m benchmarks gpu` runs each part in a process of its own and with a limit, less than 9 minutes in all. Every
 row is printed at once, as a line of JSON, so a run that is stopped keeps what it has. The table follows at the end.
@@ -295,14 +295,20 @@ def _steps(args: argparse.Namespace) -> Iterator[Row]:
     for name, (kind, options, width, heads, layers, n, rows) in STEPS.items():
         n, rows = (16, 2) if args.dry_run else (n, rows)
         tokens = torch.randint(256, (rows, n + 1), device=args.device)
-        for compiled in (False, True):
+        for dtype, compiled in ((torch.float32, False), (torch.bfloat16, False), (torch.bfloat16, True)):
             model = _build(kind, options, width, heads, layers, args)
             optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=args.device.type == "cuda")
             called = torch.compile(model, backend="eager" if args.dry_run else "inductor") if compiled else model
             state = model.backbone.initial_state(rows, device=args.device)
 
-            def step(model: Any = called, optimizer: Any = optimizer, state: Any = state, tokens: Any = tokens) -> None:
-                with torch.autocast(args.device.type, torch.bfloat16):
+            def step(
+                model: Any = called,
+                optimizer: Any = optimizer,
+                state: Any = state,
+                tokens: Any = tokens,
+                d: Any = dtype,
+            ) -> None:
+                with torch.autocast(args.device.type, torch.bfloat16, enabled=d == torch.bfloat16):
                     loss, _ = model(tokens, state)
                 loss.backward()
                 optimizer.step()
@@ -314,14 +320,20 @@ def _steps(args: argparse.Namespace) -> Iterator[Row]:
                     step()
             except Exception as error:  # of the compiler
                 failure = f"{type(error).__name__}: {str(error).splitlines()[0]}" if str(error) else repr(error)
-                yield {"what": name, "compiled": compiled, "failure": failure}
+                yield {"what": name, "type": str(dtype), "compiled": compiled, "failure": failure}
                 continue
             first = time.monotonic() - start
             seconds = mean_of(partial(seconds_of, device=args.device), step)
             # Products of weights alone, 6 N a token (Kaplan et al. 2020): a lower bound of what a step computes.
             flops = 6 * sum(p.numel() for p in model.backbone.parameters()) * rows * n
             yield {
-                **{"what": name, "compiled": compiled, "first two steps, s": first, "ms/step": 1e3 * seconds},
+                **{
+                    "what": name,
+                    "type": str(dtype),
+                    "compiled": compiled,
+                    "first two steps, s": first,
+                    "ms/step": 1e3 * seconds,
+                },
                 **{"tokens/s": rows * n / seconds, "peak, MiB": peak_bytes(step, args.device) / MIB},
                 "share of the limit": flops / seconds / limit,
             }

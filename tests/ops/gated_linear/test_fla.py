@@ -152,9 +152,9 @@ def test_its_kernels_compute_the_definition_on_a_gpu():
     """In bfloat16, whose products round to 2⁻⁹, with states, padding and gradients, over several chunks."""
     for decay, delta in RULES:
         gated = decay in ("head", "channel") or (decay == "fixed" and delta)
-        if fla._obstacle(CUDA, torch.bfloat16, 32, gated) is not None:
+        if fla._obstacle(CUDA, torch.bfloat16, 64, gated) is not None:
             continue
-        tensors, options = inputs(150, 32, 16, decay, delta, dtype=torch.float32, strongest=0.2)
+        tensors, options = inputs(150, 64, 64, decay, delta, dtype=torch.float32, strongest=0.2)
         to = {True: torch.bfloat16, False: torch.float32}
         tensors = [t.to(CUDA, to[i < 3]) for i, t in enumerate(tensors)]
         options = {name: t if t is None else t.to(CUDA) for name, t in options.items()}

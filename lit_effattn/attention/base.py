@@ -38,13 +38,16 @@ class Attention(MultiHead):
         d_model: Width E.
         n_heads: Heads H; each has D = E / H dimensions, unless `head_dim` is given.
         causal: Whether a position sees only itself and earlier ones.
-        bias: Whether the four projections have a bias.
-        d_qk: Width of all heads' queries and keys together. Default: H D.
-        n_kv_heads: Heads of keys and values; see `SoftmaxAttention`. Default: H.
+        bias: Whether the projections have a bias.
+        d_qk: Width of all heads' queries and keys together: H d_k in Vaswani et al. 2017, Table 3 (B), and H times the
+            `query_dimensions` of fast-transformers. Default: H D.
+        n_kv_heads: Heads of keys and values H_kv, each shared by H / H_kv heads of queries (grouped-query attention,
+            Ainslie et al. 2023). Default: H.
         out_bias: Whether the output's projection has a bias. Default: as `bias` says.
-        head_dim: Dimensions D of a head; see `SoftmaxAttention`. Default: E / H.
-        qk_norm: Whether queries and keys are normalised; see `SoftmaxAttention`.
-        qk_norm_eps: ε of that normalisation.
+        head_dim: Dimensions D of a head's queries, keys and values; the projections have width H D. Default: E / H.
+        qk_norm: Whether a head's queries and keys are normalised before rotary positions: q ← g ⊙ q / √(mean(q²) + ε),
+            with a gain g (D_qk,) for all heads' queries and one for the keys (Qwen3, Yang et al. 2025, section 2).
+        qk_norm_eps: ε of this normalisation.
 
     Raises:
         ValueError: If `n_heads` does not divide `d_model` and `head_dim` is None, `n_heads` does not divide `d_qk`,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 import torch.nn.functional as F
@@ -87,21 +87,11 @@ class CompressiveAttention(TransformerXLAttention):
     most mem_len + L − 1 + c − 1, and the N of the call.
 
     Args:
-        d_model: Width E, even.
-        n_heads: Heads H.
-        causal: Must be True, because the memory needs it.
-        mem_len: Inputs that stay uncompressed; up to c − 1 more are kept until they are compressed.
         compressed_len: Number of summaries.
         compression_rate: c, inputs per summary.
         compression: f: "conv", "mean" or "max".
         segment_len: L, see above. Default: 1, as if positions were fed one at a time. Above 1 a generated token costs
             O(L E²) more where reading values waits for the device, as on a GPU.
-        clamp_len: Larger distances are clamped to it; None: no clamping.
-        dropout: Probability with which an attention weight is dropped in training.
-        position_dropout: Probability with which an element of R is dropped in training.
-        chunk_size: Queries computed at once; no effect on the outputs, but on the loss of longer calls (see above).
-        bias: Whether q_proj, k_proj, v_proj, out_proj and the convolution have a bias; not in Transformer-XL.
-        share_uv: Whether all layers of a `Transformer` share u and v: see `TransformerXLAttention`.
     """
 
     depends_on_split = False
@@ -113,30 +103,13 @@ class CompressiveAttention(TransformerXLAttention):
         n_heads: int,
         causal: bool = True,
         *,
-        mem_len: int = 512,
         compressed_len: int = 512,
         compression_rate: int = 4,
         compression: Compression = "conv",
         segment_len: int = 1,
-        clamp_len: int | None = None,
-        dropout: float = 0.0,
-        position_dropout: float = 0.0,
-        chunk_size: int = 128,
-        bias: bool = False,
-        share_uv: bool = False,
+        **options: Any,
     ) -> None:
-        super().__init__(
-            d_model,
-            n_heads,
-            causal,
-            mem_len=mem_len,
-            clamp_len=clamp_len,
-            dropout=dropout,
-            position_dropout=position_dropout,
-            chunk_size=chunk_size,
-            bias=bias,
-            share_uv=share_uv,
-        )
+        super().__init__(d_model, n_heads, causal, same_length=False, **options)
         if not causal:
             raise ValueError("causal=False: CompressiveAttention compresses past positions, so it needs causal=True")
         if compressed_len < 1:
@@ -151,7 +124,10 @@ class CompressiveAttention(TransformerXLAttention):
         self.compression_rate = compression_rate
         self.compression = compression
         # A convolution whose stride equals its width is one matrix, applied to adjacent windows.
-        self.compressor = nn.Linear(compression_rate * d_model, d_model, bias=bias) if compression == "conv" else None
+        self.compressor: nn.Linear | None = None
+        if compression == "conv":
+            bias = self.k_proj.bias is not None
+            self.compressor = nn.Linear(compression_rate * d_model, d_model, bias=bias)
 
     def forward(
         self, x: Tensor, state: State | None = None, lengths: Tensor | None = None

@@ -204,12 +204,7 @@ class SoftmaxCrossAttention(CrossAttention):
     Time O(N S); state: all keys and values of the source.
 
     Args:
-        d_model: Width E of the target and of the output.
-        n_heads: Heads H.
-        d_source: Width of the source. Default: E.
         dropout: Probability with which an attention weight is dropped in training.
-        bias: Whether the projections have a bias.
-        d_qk: Width of all heads' queries and keys together: see `SoftmaxAttention`. Default: E.
     """
 
     divides_heads = True
@@ -221,10 +216,9 @@ class SoftmaxCrossAttention(CrossAttention):
         d_source: int | None = None,
         *,
         dropout: float = 0.0,
-        bias: bool = True,
-        d_qk: int | None = None,
+        **options: Any,
     ) -> None:
-        super().__init__(d_model, n_heads, d_source, bias=bias, d_qk=d_qk)
+        super().__init__(d_model, n_heads, d_source, **options)
         probabilities(dropout=dropout)
         self.dropout = dropout
 
@@ -264,12 +258,7 @@ class LinearCrossAttention(CrossAttention):
     and division are computed in float32 at least, regardless of autocast.
 
     Args:
-        d_model: Width E of the target and of the output.
-        n_heads: Heads H.
-        d_source: Width of the source. Default: E.
         feature_map: Makes φ from the dimension of a head's queries and keys.
-        bias: Whether the projections have a bias.
-        d_qk: Width of all heads' queries and keys together: see `LinearAttention`. Default: E.
     """
 
     def __init__(
@@ -279,10 +268,9 @@ class LinearCrossAttention(CrossAttention):
         d_source: int | None = None,
         *,
         feature_map: Callable[[int], FeatureMap] = EluFeatureMap,
-        bias: bool = True,
-        d_qk: int | None = None,
+        **options: Any,
     ) -> None:
-        super().__init__(d_model, n_heads, d_source, bias=bias, d_qk=d_qk)
+        super().__init__(d_model, n_heads, d_source, **options)
         self.feature_map = feature_map(self.qk_dim)
         self.feature_map.for_heads(n_heads)
         self.divides_heads = next(self.feature_map.parameters(), None) is None
@@ -324,14 +312,10 @@ class PerformerCrossAttention(CrossAttention):
     on a GPU, where a check would wait for the device, the output is NaN.
 
     Args:
-        d_model: Width E of the target and of the output.
-        n_heads: Heads H.
-        d_source: Width of the source. Default: E.
         n_features: F: see `PerformerAttention`.
         features: Which φ.
         orthogonal: Whether the ω of a block of D are orthogonal.
         norms: Norms of the ω.
-        bias: Whether the projections have a bias.
         eps: What is added to positive or ReLU features: see `PerformerAttention`. M_i is that of the source.
     """
 
@@ -347,10 +331,10 @@ class PerformerCrossAttention(CrossAttention):
         features: Features = "positive",
         orthogonal: bool = True,
         norms: Norms = "gaussian",
-        bias: bool = True,
         eps: float | None = None,
+        **options: Any,
     ) -> None:
-        super().__init__(d_model, n_heads, d_source, bias=bias)
+        super().__init__(d_model, n_heads, d_source, d_qk=None, **options)
         self.feature_map = RandomFeatures(n_heads, self.head_dim, n_features, features, orthogonal, norms, eps)
         RandomFeatures.name_buffers_in(self)
 

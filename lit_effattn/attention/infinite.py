@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import torch
 import torch.nn.functional as F
@@ -34,7 +34,8 @@ class InfiniteAttention(TransformerXLAttention):
     Every `segment_len` positions, at fixed positions of the stream, a segment of `segment_len` inputs is written. The
     old signal is sampled at `n_samples` times, these samples are placed evenly on [0, τ] and the segment on [τ, 1], and
     B is fitted to both by ridge regression (section 3.2). The first segment takes all of [0, 1]; before it the term is
-    0.
+    0. The `mem_len` inputs before a position are always attended to directly; with `mem_len` 0, those since the last
+    multiple of L.
 
         "evicted": a segment is written when it has left the memory, that is before position t with L = segment_len
             dividing t − mem_len. Until then its inputs are attended to directly: t attends to x_{b(t)}, …, x_t,
@@ -72,11 +73,6 @@ class InfiniteAttention(TransformerXLAttention):
     call that attend to a signal: it keeps densities from becoming uniform.
 
     Args:
-        d_model: Width E, even.
-        n_heads: Heads H.
-        causal: Must be True, because the memory needs it.
-        mem_len: Inputs before a position that are always attended to directly; 0: those since the last multiple of
-            `segment_len`.
         segment_len: L, inputs written at once.
         n_basis: Number of ψ_j, equally many of each width, with evenly spaced centres. 0: no signal, only XL.
         widths: Standard deviations of the ψ_j. The paper has (0.01, 0.05) for sorting, the default for language.
@@ -100,12 +96,6 @@ class InfiniteAttention(TransformerXLAttention):
         density_bias: Whether there are b_μ and b_σ. The paper has an affine map (section 3), the authors' code none.
         kl_weight: Weight of the regulariser.
         sigma_0: σ₀, the width that the regulariser pulls the densities towards.
-        clamp_len: Larger distances are clamped to it; None: no clamping.
-        dropout: Probability with which a weight of XL's attention is dropped in training.
-        position_dropout: Probability with which an element of R is dropped in training.
-        chunk_size: Queries computed at once; no effect on the result.
-        bias: Whether q_proj, k_proj, v_proj and out_proj have a bias; not in Transformer-XL.
-        share_uv: Whether all layers of a `Transformer` share u and v: see `TransformerXLAttention`.
         short_term: "transformer_xl" or "softmax". The second has no R, u and v, so `clamp_len`, `position_dropout` and
             `share_uv` must be left out.
         norm_signal: Whether the inputs that are written to the signal are normalised. False needs `normalise_with`,
@@ -129,7 +119,6 @@ class InfiniteAttention(TransformerXLAttention):
         n_heads: int,
         causal: bool = True,
         *,
-        mem_len: int = 512,
         segment_len: int = 512,
         n_basis: int = 512,
         widths: tuple[float, ...] = (0.005, 0.01),
@@ -146,27 +135,11 @@ class InfiniteAttention(TransformerXLAttention):
         density_bias: bool = True,
         kl_weight: float = 1e-6,
         sigma_0: float = 0.05,
-        clamp_len: int | None = None,
-        dropout: float = 0.0,
-        position_dropout: float = 0.0,
-        chunk_size: int = 128,
-        bias: bool = False,
-        share_uv: bool = False,
         short_term: ShortTerm = "transformer_xl",
         norm_signal: bool = True,
+        **options: Any,
     ) -> None:
-        super().__init__(
-            d_model,
-            n_heads,
-            causal,
-            mem_len=mem_len,
-            clamp_len=clamp_len,
-            dropout=dropout,
-            position_dropout=position_dropout,
-            chunk_size=chunk_size,
-            bias=bias,
-            share_uv=share_uv,
-        )
+        super().__init__(d_model, n_heads, causal, same_length=False, **options)
         if not causal:
             raise ValueError("causal=False: InfiniteAttention remembers past positions, so it needs causal=True")
         at_least(1, segment_len=segment_len, n_samples=n_samples, n_bins=n_bins)
@@ -190,10 +163,10 @@ class InfiniteAttention(TransformerXLAttention):
             raise ValueError(f"sampling={sampling!r} needs sticky=True; without it the samples are even: leave it out")
         self.short_term = short_term
         if short_term == "softmax":
-            for name, given in (("position_dropout", position_dropout), ("share_uv", share_uv)):
+            for name, given in (("position_dropout", self.position_dropout), ("share_uv", bool(self.shared))):
                 if given:
                     raise ValueError(f"{name}={given} with short_term='softmax', which has no R, u and v: leave it out")
-            self._check_clamp(clamp_len)
+            self._check_clamp(self.clamp_len)
             self.has_positions = False
             del self.r_proj, self.u, self.v
         self.segment_len = segment_len

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -37,27 +37,15 @@ class LinearAttention(Attention):
 
     Katharopoulos et al. 2020, equations 9 to 12. ε is the feature map's `eps`. Queries are not scaled by 1/√D. Time
     O(N (C + F) D) with chunks of C positions; state O(F D), constant. Splitting a stream changes nothing: the memory
-    reaches back to the start. Feature map, sums and division are computed in float32 at least, regardless of autocast:
-    in float16 the denominator overflows near N = 1024, and a running sum in bfloat16 drifts by a quarter. Causal
+    reaches back to the start. The state has the sums of every head of queries, H F (D + 1) numbers; F is `d_qk` / H for
+    elu + 1. Feature map, sums and division are computed in float32 at least, regardless of autocast: in float16 the
+    denominator overflows near N = 1024, and a running sum in bfloat16 drifts by a quarter. Causal
     attention has its own kernels, on CUDA for elu + 1, on the CPU for any feature map: see `ops.runtime.selection`.
 
     Args:
-        d_model: Width E.
-        n_heads: Heads H.
-        causal: Whether a position sees only itself and earlier ones.
         feature_map: Makes φ from the dimension of a head's queries and keys: `EluFeatureMap`, `ReluFeatureMap`,
             `HedgehogFeatureMap`.
         chunk_size: Positions computed at once when causal and without kernels; no effect on the result.
-        bias: Whether the projections have a bias.
-        d_qk: Width of all heads' queries and keys together: H times the `query_dimensions` of the authors' library,
-            fast-transformers. Default: E. W_q and W_k have E · d_qk weights each, and the state H F (D + 1) numbers,
-            with F = d_qk / H for elu + 1.
-        n_kv_heads: Heads of keys and values, each shared by H / n_kv_heads heads of queries, as in `SoftmaxAttention`,
-            whose weights then fit. The state keeps the sums of every head of queries. Default: H.
-        out_bias: Whether the output's projection has a bias. Default: as `bias` says.
-        head_dim: Dimensions of a head, as in `SoftmaxAttention`. Default: E / H.
-        qk_norm: Whether queries and keys are normalised before φ, as in `SoftmaxAttention`.
-        qk_norm_eps: ε of this normalisation.
     """
 
     takes_parts = True
@@ -71,26 +59,9 @@ class LinearAttention(Attention):
         *,
         feature_map: Callable[[int], FeatureMap] = EluFeatureMap,
         chunk_size: int = 64,
-        bias: bool = True,
-        d_qk: int | None = None,
-        n_kv_heads: int | None = None,
-        out_bias: bool | None = None,
-        head_dim: int | None = None,
-        qk_norm: bool = False,
-        qk_norm_eps: float = 1e-6,
+        **options: Any,
     ) -> None:
-        super().__init__(
-            d_model,
-            n_heads,
-            causal,
-            bias=bias,
-            d_qk=d_qk,
-            n_kv_heads=n_kv_heads,
-            out_bias=out_bias,
-            head_dim=head_dim,
-            qk_norm=qk_norm,
-            qk_norm_eps=qk_norm_eps,
-        )
+        super().__init__(d_model, n_heads, causal, **options)
         at_least(1, chunk_size=chunk_size)
         self.feature_map = feature_map(self.qk_dim)
         self.feature_map.for_heads(n_heads)

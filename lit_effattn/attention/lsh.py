@@ -73,9 +73,6 @@ class LSHAttention(Attention):
     of another draw sees only positions of the call, but its positions continue to count.
 
     Args:
-        d_model: Width E.
-        n_heads: Heads H.
-        causal: Whether a position sees only itself and earlier ones.
         n_hashes: Rounds R. Each further round finds more of the relevant keys, at the cost of the first.
         n_buckets: An even number, or 1: no hashing. About N / C fills each bucket with one chunk.
         chunk_size: C.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -75,8 +75,9 @@ class PerformerAttention(Attention):
     of those that query i sees: causal output i is that of the authors' code for the sequence up to i. These maxima do
     not cancel, so they have a gradient.
 
-    Time O(N F (C + D)), state O(F D), constant. Splitting a stream changes nothing: the memory reaches back to the
-    start, or to the last redraw. Features, sums and division are computed in float32 at least, regardless of autocast.
+    Time O(N F (C + D)), state O(F D) for every head of queries, constant. Splitting a stream changes nothing: the
+    memory reaches back to the start, or to the last redraw. Features, sums and division are computed in float32 at
+    least, regardless of autocast.
 
     The vectors ω are a buffer, saved in checkpoints. They are drawn from torch's random generator, separately for each
     head, so the errors of the heads are independent, at no cost. The buffer keeps at least float32 in a module that is
@@ -85,28 +86,18 @@ class PerformerAttention(Attention):
     count.
 
     Args:
-        d_model: Width E.
-        n_heads: Heads H.
-        causal: Whether a position sees only itself and earlier ones.
         n_features: F, even for hyperbolic and trigonometric features. Default: D ln D, which suffices whatever the
             sequence's length (theorem 4), rounded up to a multiple of 8; the paper's experiments have 256.
         features: Which φ.
         orthogonal: Whether the ω of a block of D are orthogonal: less variance, still unbiased (theorem 2).
         norms: Norms of the ω: "gaussian", those of Gaussian vectors, or "sqrt_d", all √D: biased, less so for large D.
         chunk_size: Positions computed at once when causal and without kernels, a power of 2; no effect on the result.
-        bias: Whether the projections have a bias.
         eps: What is added to positive features, as above, or to ReLU features. Default: 0 for positive features, which
             is exact, 10⁻³ for ReLU features. The authors' code for positive features has 10⁻⁴ (JAX) or 10⁻⁶
             (TensorFlow). For ReLU features their JAX code has relu(ωᵀx) + 10⁻³, which is the default here, and their
             TensorFlow code relu(F^(−½) ωᵀx) + 10⁻³, which is 10⁻³ √F here. performer-pytorch has
             relu(D^(−¼) ωᵀx) + 10⁻³, which is 10⁻³ D^(¼). Above 0 for positive features, no kernel is used: causal
             attention is `ops.favor.pytorch.plain_causal_favor`, slower and with more memory.
-        n_kv_heads: Heads of keys and values, each shared by H / n_kv_heads heads of queries, as in `SoftmaxAttention`,
-            whose weights then fit. The state keeps the sums of every head of queries. Default: H.
-        out_bias: Whether the output's projection has a bias. Default: as `bias` says.
-        head_dim: Dimensions of a head, as in `SoftmaxAttention`. Default: E / H.
-        qk_norm: Whether queries and keys are normalised before φ, as in `SoftmaxAttention`.
-        qk_norm_eps: ε of this normalisation.
     """
 
     takes_parts = True
@@ -123,25 +114,10 @@ class PerformerAttention(Attention):
         orthogonal: bool = True,
         norms: Norms = "gaussian",
         chunk_size: int = 64,
-        bias: bool = True,
         eps: float | None = None,
-        n_kv_heads: int | None = None,
-        out_bias: bool | None = None,
-        head_dim: int | None = None,
-        qk_norm: bool = False,
-        qk_norm_eps: float = 1e-6,
+        **options: Any,
     ) -> None:
-        super().__init__(
-            d_model,
-            n_heads,
-            causal,
-            bias=bias,
-            n_kv_heads=n_kv_heads,
-            out_bias=out_bias,
-            head_dim=head_dim,
-            qk_norm=qk_norm,
-            qk_norm_eps=qk_norm_eps,
-        )
+        super().__init__(d_model, n_heads, causal, d_qk=None, **options)
         if chunk_size < 1 or chunk_size & (chunk_size - 1):
             raise ValueError(f"chunk_size={chunk_size} is not a power of 2, so it can't be halved; 32 to 128 are fast")
         self.chunk_size = chunk_size

@@ -24,9 +24,6 @@ class ShawAttention(SoftmaxAttention):
     Rotary positions are not supported: the product of a rotated query with aᵏ would depend on its position.
 
     Args:
-        d_model: Width E.
-        n_heads: Heads H.
-        causal: Whether a position sees only itself and earlier ones.
         max_distance: K; larger distances are clipped to K.
         window: Number of keys a position sees, its own included; None: all. Needs `causal`. Bounds the state.
         dropout: Probability with which an attention weight is dropped in training.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -61,23 +61,12 @@ class SoftmaxAttention(Attention):
     `torch.nn.functional.scaled_dot_product_attention`, so memory is O(N) wherever a fused kernel applies. With a
     `window`, splitting a stream changes nothing: every position sees the `window` newest, itself included. If the state
     is made with `max_len` and donated, one more position costs only its attention; otherwise the state is also copied.
+    With `n_kv_heads` the state is smaller by H / H_kv. With `d_qk` D in √D is d_qk / H, and some devices have no fused
+    kernel.
 
     Args:
-        d_model: Width E.
-        n_heads: Heads H.
-        causal: Whether a position sees only itself and earlier ones.
         window: Number of keys a position sees, its own included; None: all. Needs `causal`. Bounds the state.
         dropout: Probability with which an attention weight is dropped in training.
-        bias: Whether the projections have a bias.
-        n_kv_heads: Heads of keys and values H_kv, each shared by H / H_kv heads of queries (grouped-query attention,
-            Ainslie et al. 2023): the state is smaller by as much. Default: H.
-        out_bias: Whether the output's projection has a bias. Default: as `bias` says.
-        d_qk: Width of all heads' queries and keys together, H d_k in Vaswani et al. 2017, Table 3 (B). D in √D is then
-            d_qk / H. Default: H D. Another width than H D has no fused kernel on some devices.
-        head_dim: Dimensions D of a head's queries, keys and values; the projections have width H D. Default: E / H.
-        qk_norm: Whether a head's queries and keys are normalised before rotary positions: q ← g ⊙ q / √(mean(q²) + ε),
-            with a gain g (D_qk,) for all heads' queries and one for the keys (Qwen3, Yang et al. 2025, section 2).
-        qk_norm_eps: ε of this normalisation.
     """
 
     takes_groups = True
@@ -92,26 +81,9 @@ class SoftmaxAttention(Attention):
         *,
         window: int | None = None,
         dropout: float = 0.0,
-        bias: bool = True,
-        n_kv_heads: int | None = None,
-        out_bias: bool | None = None,
-        d_qk: int | None = None,
-        head_dim: int | None = None,
-        qk_norm: bool = False,
-        qk_norm_eps: float = 1e-6,
+        **options: Any,
     ) -> None:
-        super().__init__(
-            d_model,
-            n_heads,
-            causal,
-            bias=bias,
-            d_qk=d_qk,
-            n_kv_heads=n_kv_heads,
-            out_bias=out_bias,
-            head_dim=head_dim,
-            qk_norm=qk_norm,
-            qk_norm_eps=qk_norm_eps,
-        )
+        super().__init__(d_model, n_heads, causal, **options)
         at_least(1, window=window)
         probabilities(dropout=dropout)
         if window is not None and not causal:

@@ -65,9 +65,6 @@ class SparseAttention(Attention):
     continues it waits for the device. Splitting a stream changes nothing; the pattern follows each row's position.
 
     Args:
-        d_model: Width E.
-        n_heads: Heads H.
-        causal: Whether a position sees only itself and earlier ones.
         pattern: "strided" suits data with a period (images: a row, or √N), "fixed" data without (text).
         stride: l.
         summary: c, of the fixed pattern only. Default: 1.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -43,23 +43,15 @@ class WindowedLinearAttention(Attention):
     those of `SoftmaxAttention`, so a trained model can continue with this kind; first train φ and γ to give its
     outputs (`fit --transfer_from`).
 
-    Time O(N (w + C + F) D); state: w − 1 keys and values and the sums, constant. Splitting a stream changes nothing:
-    the memory reaches back to the start. Scores, features, sums and the division are computed in float32 at least.
+    Time O(N (w + C + F) D); state: w − 1 keys and values of H_kv heads and the sums of H heads, constant. Splitting a
+    stream changes nothing: the memory reaches back to the start. Scores, features, sums and the division are computed in
+    float32 at least.
 
     Args:
-        d_model: Width E.
-        n_heads: Heads H.
         causal: Must be True.
         window: w, how many positions have softmax terms, a position's own included.
         feature_map: Makes φ from the dimension of a head's queries and keys.
         chunk_size: Positions of the linear terms computed at once; no effect on the result.
-        bias: Whether the projections have a bias.
-        n_kv_heads: Heads of keys and values, as in `SoftmaxAttention`. The state has as many keys and values, and the
-            sums of every head of queries. Default: H.
-        out_bias: Whether the output's projection has a bias. Default: as `bias` says.
-        head_dim: Dimensions of a head, as in `SoftmaxAttention`. Default: E / H.
-        qk_norm: Whether queries and keys are normalised before φ, as in `SoftmaxAttention`.
-        qk_norm_eps: ε of this normalisation.
 
     Raises:
         ValueError: If `causal` is False, or `window` is not positive.
@@ -79,29 +71,14 @@ class WindowedLinearAttention(Attention):
         window: int = 64,
         feature_map: Callable[[int], FeatureMap] = HedgehogFeatureMap,
         chunk_size: int = 64,
-        bias: bool = True,
-        n_kv_heads: int | None = None,
-        out_bias: bool | None = None,
-        head_dim: int | None = None,
-        qk_norm: bool = False,
-        qk_norm_eps: float = 1e-6,
+        **options: Any,
     ) -> None:
         if not causal:
             raise ValueError(
                 "causal=False: WindowedLinearAttention sees the past, in and before a window; set causal=True"
             )
         at_least(1, window=window, chunk_size=chunk_size)
-        super().__init__(
-            d_model,
-            n_heads,
-            causal,
-            bias=bias,
-            n_kv_heads=n_kv_heads,
-            out_bias=out_bias,
-            head_dim=head_dim,
-            qk_norm=qk_norm,
-            qk_norm_eps=qk_norm_eps,
-        )
+        super().__init__(d_model, n_heads, causal, d_qk=None, **options)
         self.window = window
         self.chunk_size = chunk_size
         self.feature_map = feature_map(self.head_dim)

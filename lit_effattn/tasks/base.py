@@ -12,7 +12,7 @@ import lightning.pytorch as pl
 import torch
 from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable, ReduceLROnPlateau
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from torch import Tensor
 from torch.optim import Optimizer
@@ -273,6 +273,11 @@ class Task(HasInitArgs, pl.LightningModule):
         Raises:
             ValueError: If there are several loaders to train on, or the processes have different numbers of batches.
         """
+        if self.device.type == "cuda" and self.trainer.precision == "32-true":
+            rank_zero_info(
+                "Training in float32. On an H100 --trainer.precision bf16-mixed made a step 1.1 (Transformer-XL) to 3.5 "
+                "times (Gated DeltaNet) as fast"
+            )
         loaders.check_single(self.trainer.train_dataloader)
         loaders.check_even(self.trainer)
         loaders.warn_of_repetition(self.trainer)

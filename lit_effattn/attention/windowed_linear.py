@@ -44,8 +44,8 @@ class WindowedLinearAttention(Attention):
     outputs (`fit --transfer_from`).
 
     Time O(N (w + C + F) D); state: w − 1 keys and values of H_kv heads and the sums of H heads, constant. Splitting a
-    stream changes nothing: the memory reaches back to the start. Scores, features, sums and the division are computed in
-    float32 at least.
+    stream changes nothing: the memory reaches back to the start. Scores, features, sums and the division are computed
+    in float32 at least.
 
     Args:
         causal: Must be True.

@@ -19,8 +19,9 @@ class Compile(pl.Callback):
     Works with models that have `compile_objective` (every `Task`). Evaluation and generation are not compiled, and
     checkpoints are the same, so a run may be resumed, tested or sampled from with or without this callback. The first
     step compiles, which takes about a minute. The first batch of another size compiles once more, for all sizes. A
-    carried memory (`MemoryCarry`) causes no recompilation. CTC and `AdaptiveHead`'s loss can't be compiled and break
-    the graph. Rounding and dropout's random numbers differ from the run without compilation.
+    carried memory (`MemoryCarry`) causes no recompilation. CTC, `AdaptiveHead`'s loss and flash-linear-attention's
+    kernels can't be compiled and break the graph. Rounding and dropout's random numbers differ from the run without
+    compilation.
 
     An LSTM's recurrence is unrolled, which takes a tenth of a second per position and layer: do not compile it.
 

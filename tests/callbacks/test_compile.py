@@ -1,4 +1,5 @@
 import copy
+import inspect
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -12,6 +13,7 @@ from torch._dynamo.utils import counters
 from torch.utils.data import DataLoader
 
 from lit_effattn import Transformer
+from lit_effattn import attention as attentions
 from lit_effattn.attention import LinearAttention, TransformerXLAttention
 from lit_effattn.callbacks import Compile, MemoryCarry
 from lit_effattn.datamodules.common.tokens import TokenBatch
@@ -35,6 +37,11 @@ def _nothing_compiled() -> Iterator[None]:
 def graphs() -> int:
     assert not counters["graph_break"]
     return counters["stats"]["unique_graphs"]
+
+
+def _is_kind(name: str) -> bool:
+    kind = getattr(attentions, name)
+    return isinstance(kind, type) and issubclass(kind, attentions.Attention) and not inspect.isabstract(kind)
 
 
 def text(attention: Any = LinearAttention, **options: Any) -> LanguageModel:
@@ -72,6 +79,22 @@ def test_steps_that_carry_memory_are_compiled_once_and_learn_the_same(make: Any,
     assert graphs() == 1
     torch.testing.assert_close(weights(compiled), weights(plain))
     assert compiled.state_dict().keys() == plain.state_dict().keys()
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("kind", [name for name in attentions.__all__ if _is_kind(name)])
+def test_a_step_of_every_kind_is_compiled(kind: str, tmp_path: Path):
+    options = {
+        "TransformerXLAttention": {"mem_len": 3},
+        "SoftmaxAttention": {"window": 3},
+        "ShawAttention": {"window": 3},
+    }
+    plain, compiled = (text(partial(getattr(attentions, kind), **options.get(kind, {}))) for _ in range(2))
+    carry = [] if kind in ("LSHAttention", "SparseAttention") else [MemoryCarry()]  # their states grow
+    for model, callbacks in ((plain, []), (compiled, [Compile("eager")])):
+        trainer(tmp_path, [*carry, *callbacks], max_epochs=1).fit(model, loader(3))
+    assert counters["stats"]["unique_graphs"] >= 1
+    torch.testing.assert_close(weights(compiled), weights(plain))
 
 
 def test_batches_of_other_sizes_are_compiled_once_more(tmp_path: Path):

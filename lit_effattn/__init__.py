@@ -12,7 +12,14 @@ if TYPE_CHECKING:
     from lit_effattn.nn.encoder_decoder import EncoderDecoder
     from lit_effattn.nn.lstm import LSTM
     from lit_effattn.nn.transformer import Transformer
-    from lit_effattn.tasks import LanguageModel, PixelModel, SequenceClassifier, SequenceToSequence, SpeechRecognizer
+    from lit_effattn.tasks import (
+        LanguageModel,
+        MaskedLanguageModel,
+        PixelModel,
+        SequenceClassifier,
+        SequenceToSequence,
+        SpeechRecognizer,
+    )
 
     __version__: str
 
@@ -20,6 +27,7 @@ __all__ = [
     "LSTM",
     "EncoderDecoder",
     "LanguageModel",
+    "MaskedLanguageModel",
     "PixelModel",
     "SequenceClassifier",
     "SequenceToSequence",
@@ -32,6 +40,7 @@ _MODULES = {
     "EncoderDecoder": "lit_effattn.nn.encoder_decoder",
     "LSTM": "lit_effattn.nn.lstm",
     "LanguageModel": "lit_effattn.tasks",
+    "MaskedLanguageModel": "lit_effattn.tasks",
     "PixelModel": "lit_effattn.tasks",
     "SequenceClassifier": "lit_effattn.tasks",
     "SequenceToSequence": "lit_effattn.tasks",

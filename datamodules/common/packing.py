@@ -55,7 +55,8 @@ def pack(batch: Batch) -> Batch:
             "a TokenBatch can't be packed if its rows continue those of the batch before, as `fresh` says; use a data "
             "module's option, documents or packed"
         )
-    return TokenBatch(row(x), row(batch.targets), starts=row(starts))
+    offsets = None if batch.offsets is None else row(batch.offsets)
+    return TokenBatch(row(x), row(batch.targets), starts=row(starts), offsets=offsets)
 
 
 def first_fit(lengths: np.ndarray, size: int) -> tuple[np.ndarray, np.ndarray]:

@@ -36,6 +36,7 @@ class TokenBatch(NamedTuple):
         responses: The responses that begin in each of the B rows; None: there are none.
         starts: (B, N), True where a sequence begins that must not depend on what is before it in the row: see
             `lit_effattn.sequence.packed`. None: nowhere.
+        offsets: (B, N), the position of each target in the text of its split, in evaluation; None: unknown.
     """
 
     inputs: Tensor
@@ -44,6 +45,7 @@ class TokenBatch(NamedTuple):
     fresh: Tensor | None = None
     responses: Sequence[Sequence[Response]] | None = None
     starts: Tensor | None = None
+    offsets: Tensor | None = None
 
 
 def pad_tokens(items: Sequence[tuple[Any, Any]]) -> TokenBatch:

@@ -1,4 +1,4 @@
-"""Texts as sequences of bytes, each with its class."""
+"""Texts as sequences of bytes or other tokens, each with its class."""
 
 from collections import Counter
 from functools import cached_property
@@ -19,6 +19,7 @@ from lit_effattn.datamodules.common.splits import SPLITS
 from lit_effattn.datamodules.pairs import sources as pair_sources
 from lit_effattn.datamodules.pairs.base import Items, LengthBatched
 from lit_effattn.datamodules.pairs.sources import PairSource
+from lit_effattn.datamodules.text.text_stream import saved_tokenizer
 
 _TAKES = {"tsv": (), "jsonl": ("text_column", "label_column")}
 _MIN_WITH_HEADER = 10  # texts in which a header is recognised
@@ -29,7 +30,7 @@ class _Split(NamedTuple):
     """The texts of a split and their labels.
 
     Attributes:
-        tokens: All bytes, one text after the other.
+        tokens: All tokens, one text after the other.
         borders: (n + 1,): text i is `tokens[borders[i] : borders[i + 1]]`.
         labels: (n,), numbers of classes; None: they are unknown.
         n_cut: How many texts were longer than `max_len`.
@@ -44,9 +45,10 @@ class _Split(NamedTuple):
 class LabelledTexts(LengthBatched):
     """Texts and their classes, in batches of similar length: the byte-level text classification of Tay et al. 2020.
 
-    A batch is a `LabelledBatch` whose `x` is (B, N) bytes of UTF-8, 0 in the padding. Training batches are a pure
-    function of (seed, epoch), and every process has the same number of them. An interrupted epoch resumes with the next
-    batch. In validation, test and prediction every text occurs exactly once over all processes, the longest first.
+    A batch is a `LabelledBatch` whose `x` is (B, N) bytes of UTF-8 or other tokens, 0 in the padding. Training batches
+    are a pure function of (seed, epoch), and every process has the same number of them. An interrupted epoch resumes
+    with the next batch. In validation, test and prediction every text occurs exactly once over all processes, the
+    longest first.
 
     The texts are held in memory. Lines without a text and a class, or not in UTF-8, and header rows are left out; a
     warning counts them by reason and names the first few. The classes are the different labels of all splits without
@@ -59,7 +61,7 @@ class LabelledTexts(LengthBatched):
         root: The folder, or a single file.
         text_column: jsonl: name of the text. `review.body` is the field body in the field review. Default: text.
         label_column: jsonl: name of the class. Default: label.
-        max_len: Longer texts are cut to their first so many bytes.
+        max_len: Longer texts are cut to their first so many tokens.
         batch_tokens: Maximum number of positions of a training batch of one process, padding included.
         eval_batch_tokens: The same in validation, test and prediction. Default: `batch_tokens`.
         packed: Texts of all lengths are in a training batch, end to end in one row without padding: see
@@ -68,6 +70,8 @@ class LabelledTexts(LengthBatched):
         source_file: predict: a file with one text a line, used instead of the test split. The classes are unknown.
             The corpus is then not needed if the checkpoint is given.
         sources: predict: the texts themselves, instead of a file: `lit-effattn predict TEXT ...`.
+        tokenizer_of: A checkpoint of a language model, causal or masked, whose tokenizer is used in place of bytes: to
+            fine-tune that model (`--init_weights`).
         seed: Seed of the order of the training texts.
         num_workers: Worker processes that load data; 0: none.
 
@@ -78,8 +82,6 @@ class LabelledTexts(LengthBatched):
         ValueError: If an argument is out of its range or does not apply to the corpus.
     """
 
-    vocab_size = 256
-    """Number of tokens: 256."""
     n_features = None
     """None: the sequences are tokens."""
 
@@ -97,6 +99,7 @@ class LabelledTexts(LengthBatched):
         batch_texts: int | None = None,
         source_file: str | None = None,
         sources: list[str] | None = None,
+        tokenizer_of: str | None = None,
         seed: int = 0,
         num_workers: int = 0,
     ) -> None:
@@ -109,6 +112,12 @@ class LabelledTexts(LengthBatched):
         self.columns = (text_column or "text", label_column or "label")
         self.max_len = max_len
         self.packed = packed
+        self._tokenizer = None if tokenizer_of is None else saved_tokenizer(tokenizer_of)
+
+    @property
+    def vocab_size(self) -> int:
+        """Number of tokens: 256 bytes, or those of the tokenizer."""
+        return 256 if self._tokenizer is None else self._tokenizer.n_tokens
 
     @property
     def classes(self) -> tuple[str, ...]:
@@ -178,10 +187,14 @@ class LabelledTexts(LengthBatched):
             )
 
     def _split(self, texts: list[bytes], labels: np.ndarray | None) -> _Split:
-        cut = [text[: self.max_len] for text in texts]
+        if self._tokenizer is None:
+            tokens = [np.frombuffer(text, np.uint8) for text in texts]
+        else:
+            tokens = [self._tokenizer.encode(text.decode()).astype(np.int32) for text in texts]
+        cut = [of_text[: self.max_len] for of_text in tokens]
         borders = np.cumsum([0, *map(len, cut)])
-        n_cut = sum(len(text) > self.max_len for text in texts)
-        return _Split(np.frombuffer(b"".join(cut), np.uint8), borders, labels, n_cut)
+        n_cut = sum(len(of_text) > self.max_len for of_text in tokens)
+        return _Split(np.concatenate(cut), borders, labels, n_cut)
 
     def _open(self, splits: tuple[str, ...]) -> dict[str, int]:
         return {split: len(self._corpus[1][split].borders) - 1 for split in splits}
@@ -226,7 +239,7 @@ class LabelledBytes(Items):
         return len(self.texts.borders) - 1
 
     def lengths(self) -> np.ndarray:
-        """(n,), number of bytes of each text."""
+        """(n,), number of tokens of each text."""
         return np.diff(self.texts.borders)
 
     @cached_property

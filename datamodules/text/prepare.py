@@ -16,8 +16,10 @@ from typing import Any, NamedTuple
 
 from lit_effattn.checks import at_least
 from lit_effattn.datamodules.common.faults import Fault, Faults
-from lit_effattn.datamodules.common.files import open_utf8, regular, shown, text_encoding, walk_splits
+from lit_effattn.datamodules.common.files import open_utf8, regular, shown, walk_splits
 from lit_effattn.datamodules.common.json_data import parse_json
+from lit_effattn.datamodules.text.records import SUFFIXES as RECORDS
+from lit_effattn.datamodules.text.records import divisible, is_records, records
 from lit_effattn.datamodules.text.sources import Document
 from lit_effattn.datamodules.text.text_stream import saved_tokenizer
 from lit_effattn.datamodules.text.token_store import (
@@ -32,7 +34,7 @@ from lit_effattn.datamodules.text.token_store import (
 from lit_effattn.datamodules.text.tokenization import decoded, encoded, progress
 from lit_effattn.datamodules.text.tokenizers import KINDS, Tokenizer, check_vocabulary
 
-SUFFIXES = (".txt", ".jsonl", ".txt.gz", ".jsonl.gz")
+SUFFIXES = (".txt", ".txt.gz", *RECORDS)
 """Endings of the files that are read."""
 
 _BLOCK = 1 << 20  # bytes read at a time
@@ -80,8 +82,9 @@ def prepare(
 
     Args:
         source: A file, or a folder with its subfolders, of which train, val and test are the splits. Each .txt is a
-            document, and so is each line of a .jsonl, an object with the text in `field`. Either may be compressed
-            (.gz), or begin with a byte-order mark of UTF-8, UTF-16 or UTF-32.
+            document, and so is each line of a .jsonl, an object with the text in `field`, and each record of a FASTA
+            file (.fasta, .fa, .faa). All may be compressed (.gz), or begin with a byte-order mark of UTF-8, UTF-16 or
+            UTF-32.
         folder: The folder to make.
         tokens: As for `TextStream`. Characters, words and bpe are learnt from the beginnings of all shards; if
             there are splits, of those of train.
@@ -89,7 +92,7 @@ def prepare(
         tokenizer_of: As for `TextStream`, in place of `tokens` and `vocab_size`.
         field: Name of the text in a .jsonl.
         held_out: Of so many documents one is for validation and one for test, unless subfolders are the splits.
-        shard_bytes: Bytes of input for a shard. Files are not divided, except a .jsonl that is not compressed.
+        shard_bytes: Bytes of input for a shard. Files are not divided, except a .jsonl or FASTA that is not compressed.
         learn_bytes: Bytes of text to learn a vocabulary from.
         workers: Number of processes; 1: this one.
 
@@ -124,8 +127,8 @@ def prepare(
         },
     }
     sizes = {split: {name: plan["files"][name][0] for name in of_split} for split, of_split in names.items()}
-    divisible = {name for name in plan["files"] if _is_lines(name) and text_encoding(root / name).in_place}
-    of_shards = [(split, parts) for split in names for parts in _shards(sizes[split], divisible, shard_bytes)]
+    divided = {name for name in plan["files"] if divisible(root / name)}
+    of_shards = [(split, parts) for split in names for parts in _shards(sizes[split], divided, shard_bytes)]
     splits = None if held_out_of else [split for split, _ in of_shards]
     from filelock import FileLock, Timeout
 
@@ -171,12 +174,12 @@ def _inputs(source: Path) -> tuple[dict[str, list[str]], Faults]:
     return names, faults
 
 
-def _shards(sizes: dict[str, int], divisible: set[str], shard_bytes: int) -> list[list[Part]]:
+def _shards(sizes: dict[str, int], divided: set[str], shard_bytes: int) -> list[list[Part]]:
     """Divide the files into shards of about `shard_bytes`; several small files share one."""
     shards: list[list[Part]] = []
     filled = math.inf
     for name, size in sizes.items():
-        step = shard_bytes if name in divisible else size
+        step = shard_bytes if name in divided else size
         for start in range(0, size, step):
             part = Part(name, start, min(start + step, size))
             if filled + part.stop - part.start > shard_bytes:
@@ -185,10 +188,6 @@ def _shards(sizes: dict[str, int], divisible: set[str], shard_bytes: int) -> lis
             shards[-1].append(part)
             filled += part.stop - part.start
     return shards
-
-
-def _is_lines(name: str) -> bool:
-    return name.lower().removesuffix(".gz").endswith(".jsonl")
 
 
 def _start_or_resume(folder: Path, plan: dict[str, Any]) -> None:
@@ -273,7 +272,7 @@ def _make(work: _Work) -> int:
     digest = hashlib.sha256()
     shard = ShardWriter(work.folder, work.number, tokenizer)
     for document in _documents(work, digest):
-        shard.add(encoded(document, tokenizer))
+        shard.add(encoded(document, tokenizer), document.title)
     shard.close(input_sha256=digest.hexdigest())
     return work.number
 
@@ -286,13 +285,12 @@ def _documents(work: _Work, digest: Any) -> Iterator[Document]:
     """Yield a shard's documents, and update `digest`, a hash, with the input that is read."""
     for part in work.parts:
         path = work.root / part.name
-        if not _is_lines(part.name):
+        if not is_records(part.name):
             yield Document(str(path), 0, partial(_blocks, path, digest))
             continue
-        for offset, line in _lines(path, part):
-            digest.update(line)
-            if line.strip():
-                yield Document(f"{path}[{offset}]", 0, partial(iter, (_text(line, work.field, path, offset),)))
+        stop = part.stop if divisible(path) else math.inf
+        for offset, title, text in records(path, work.field, part.start, stop, digest.update):
+            yield Document(f"{path}[{offset}]", 0, partial(iter, (text,)), title)
 
 
 def _blocks(path: Path, digest: Any) -> Iterator[bytes]:
@@ -300,25 +298,3 @@ def _blocks(path: Path, digest: Any) -> Iterator[bytes]:
         while block := file.read(_BLOCK):
             digest.update(block)
             yield block
-
-
-def _lines(path: Path, part: Part) -> Iterator[tuple[int, bytes]]:
-    """Yield the lines of a part, each with its offset in the file as UTF-8."""
-    stop = part.stop if text_encoding(path).in_place else math.inf
-    with open_utf8(path) as file:
-        if part.start:  # a line that begins before `start` belongs to the previous part
-            file.seek(part.start - 1)
-            file.readline()
-        while (offset := file.tell()) < stop and (line := file.readline()):
-            yield offset, line
-
-
-def _text(line: bytes, field: str, path: Path, offset: int) -> bytes:
-    try:
-        content = parse_json(line)
-        text = content.get(field) if isinstance(content, dict) else None
-        if not isinstance(text, str):
-            raise ValueError(f"its field {field!r} must be a text")
-        return text.encode()
-    except ValueError as error:  # also UnicodeError, for half of a surrogate pair
-        raise ValueError(f"{path}: the line at byte {offset}: {error}; correct it, and start again") from error

@@ -3,6 +3,7 @@
 import sysconfig
 from codecs import BOM_UTF8
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import partial
 from itertools import accumulate, pairwise
@@ -17,7 +18,10 @@ from lit_effattn.datamodules.common.faults import Fault, Faults
 from lit_effattn.datamodules.common.files import shown, text_encoding, walk_splits
 from lit_effattn.datamodules.common.python_library import library_files
 from lit_effattn.datamodules.common.splits import HELD_OUT, SPLITS, fixed_order
+from lit_effattn.datamodules.text.records import SUFFIXES as RECORDS
+from lit_effattn.datamodules.text.records import is_records, records
 
+_SUFFIXES = (".txt", *RECORDS)  # of the files in a folder that are read by default
 _BLOCK = 1 << 20  # bytes read at a time
 _BENCHMARK_BYTES = 100_000_000  # of enwik8 and of text8
 _WIKITEXT = {"tokens": "wikitext-103-v1.zip", "raw": "wikitext-103-raw-v1.zip"}  # archives' names
@@ -30,11 +34,13 @@ class Document(NamedTuple):
         name: Name for error messages.
         start: Offset of its first byte in the file.
         blocks: Returns an iterator over blocks of its bytes.
+        title: Its title in the file, such as the header of a FASTA record.
     """
 
     name: str
     start: int
     blocks: Callable[[], Iterator[bytes]]
+    title: str = ""
 
 
 class TextSource(NamedTuple):
@@ -154,43 +160,82 @@ def wikitext103(root: Path) -> TextSource:
     )
 
 
-def files(root: Path, glob: str, *, whole_characters: bool) -> TextSource:
+def files(root: Path, glob: str | None, field: str, *, whole_characters: bool) -> TextSource:
     """Return a single file, divided 90/5/5, or a folder with each of its files as a document.
 
     A folder's subfolders train, val and test are the splits. Otherwise its files are divided by name, 90/5/5 %, with at
-    least one file for validation and one for test. `unread` returns what is left out.
+    least one file for validation and one for test. If files hold several documents (`records`), the splits without
+    subfolders are of documents: every 20th for test, and the one after it for validation. `unread` returns what is left
+    out.
 
     Raises:
         FileNotFoundError: If there is no such file or folder, or no file matches.
         ValueError: If there is too little to divide, or a subfolder is missing.
     """
-    if root.is_file():
+    if root.is_file() and not is_records(root.name):
         return one_file("files", root, whole_characters=whole_characters)
     if not root.exists():
         raise FileNotFoundError(f"root={str(root)!r}: there is no such folder or file ({root.resolve()})")
-    paths, faults = _matching(root, glob)
-    splits = {name: _non_empty(of_split, root) for name, of_split in paths.items()}
-    for name, parts in splits.items():
-        if not parts:
+    paths, faults = ({"": [root]}, Faults()) if root.is_file() else _matching(root, glob)
+    for name, of_split in paths.items():
+        if not of_split:
+            which = f"ends in {', '.join(_SUFFIXES)}" if glob is None else f"matches glob={glob!r}"
             raise FileNotFoundError(
-                f"{(root / name).resolve()}: no file with text in it matches glob={glob!r}; '**/*.txt' finds all that "
+                f"{(root / name).resolve()}: no file with text in it {which}; '**/*.txt' finds all that "
                 f"end in .txt{faults.counts}"
             )
+    if any(is_records(path.name) for of_split in paths.values() for path in of_split):
+        return _of_records(root, paths, field)
+    splits = {name: _non_empty(of_split, root) for name, of_split in paths.items()}
     return _source("files", root, _split_by_name(splits[""]) if "" in splits else splits)
 
 
-def unread(root: Path, glob: str) -> Faults:
+def _of_records(root: Path, paths: dict[str, list[Path]], field: str) -> TextSource:
+    about = {n: [(str(p), p.stat().st_size, p.stat().st_mtime_ns) for p in of_n] for n, of_n in paths.items()}
+    every = {name: {*range(HELD_OUT)} for name in SPLITS}
+    if "" in paths:
+        paths = dict.fromkeys(SPLITS, paths[""])
+        every = {"train": {*range(2, HELD_OUT)}, "val": {1}, "test": {0}}
+    splits = {name: _Records(paths[name], root, field, every[name]) for name in SPLITS}
+    return TextSource(name="files", splits=splits, identity=[str(root.resolve()), field, about], n_bytes=None)
+
+
+@dataclass
+class _Records:
+    """The documents of files, of which some hold several, whose number modulo `HELD_OUT` is in `remainders`."""
+
+    paths: list[Path]
+    root: Path
+    field: str
+    remainders: set[int]
+
+    def __iter__(self) -> Iterator[Document]:
+        for i, document in enumerate(document for path in self.paths for document in self._of(path)):
+            if i % HELD_OUT in self.remainders:
+                yield document
+
+    def _of(self, path: Path) -> Iterator[Document]:
+        if not is_records(path.name):
+            part = _whole(path, self.root)
+            yield Document(str(path), part.start, part.read)
+            return
+        for offset, title, text in records(path, self.field):
+            if text:
+                yield Document(f"{path}[{offset}]", 0, partial(iter, (text,)), title)
+
+
+def unread(root: Path, glob: str | None) -> Faults:
     """Return the files in a folder that `files` leaves out: also those that are empty or do not match."""
     return Faults() if root.is_file() else _matching(root, glob)[1]
 
 
-def _matching(root: Path, glob: str) -> tuple[dict[str, list[Path]], Faults]:
+def _matching(root: Path, glob: str | None) -> tuple[dict[str, list[Path]], Faults]:
     """Return the files with text by split, and what is left out."""
-    splits, faults = walk_splits(root)
+    splits, faults = walk_splits(root, _SUFFIXES if glob is None else None)
     matching: dict[str, list[Path]] = {name: [] for name in splits}
     for name, paths in splits.items():
         for path in paths:
-            if not _matches(path.relative_to(root / name).parts, Path(glob).parts):
+            if glob is not None and not _matches(path.relative_to(root / name).parts, Path(glob).parts):
                 faults.add(Fault(f"not like glob={glob!r}", shown(path)))
             elif path.stat().st_size:
                 matching[name].append(path)

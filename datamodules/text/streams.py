@@ -124,12 +124,14 @@ class TokenStreams(Dataset[TokenBatch]):
         begins, lengths, is_fresh = self._segments(step)
         rows = self.rows
         inputs, targets, starts = self._read(begins[rows], lengths[rows])
+        offsets = begins[rows, None] + np.arange(self.segment_len)
         return TokenBatch(
             inputs=torch.from_numpy(inputs),  # (B, N)
             targets=torch.from_numpy(targets),  # (B, N)
             lengths=None if (lengths == self.segment_len).all() else torch.from_numpy(lengths[rows]),
             fresh=torch.from_numpy(is_fresh[rows]),
             starts=torch.from_numpy(starts) if self.packed else None,  # (B, N)
+            offsets=None if self.drop_last else torch.from_numpy(offsets),  # (B, N)
         )
 
     def _segments(self, step: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -204,21 +206,25 @@ class WholeDocuments(TokenStreams):
         lengths = self._used[rows] * present
         inputs = np.zeros((self.batch_size, self.segment_len), np.int64)
         targets, starts = np.full_like(inputs, IGNORE), np.zeros(inputs.shape, bool)
+        offsets = np.zeros_like(inputs)
         for i, row in enumerate(rows[self.rows].tolist()):
             if not present[self.rows][i]:
                 continue
             pieces = slice(*self._pieces[row : row + 2].tolist())
             read = self._read(self._begins[pieces], self._lengths[pieces])
-            for n, offset, *of_piece in zip(self._lengths[pieces], self._offsets[pieces], *read, strict=True):
+            places = zip(self._begins[pieces], self._lengths[pieces], self._offsets[pieces], *read, strict=True)
+            for begin, n, offset, *of_piece in places:
                 for array, values in zip((inputs, targets), of_piece, strict=False):
                     array[i, offset : offset + n] = values[:n]
                 starts[i, offset] = True
+                offsets[i, offset : offset + n] = begin + np.arange(n)
         return TokenBatch(
             inputs=torch.from_numpy(inputs),  # (B, N)
             targets=torch.from_numpy(targets),  # (B, N)
             lengths=None if (lengths == self.segment_len).all() else torch.from_numpy(lengths[self.rows]),
             fresh=torch.from_numpy(present[self.rows]),
             starts=torch.from_numpy(starts),  # (B, N)
+            offsets=None if self.drop_last else torch.from_numpy(offsets),  # (B, N)
         )
 
 

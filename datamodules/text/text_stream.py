@@ -5,6 +5,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
+import numpy as np
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch.utils.data import DataLoader
 
@@ -40,7 +41,7 @@ _SOURCES = {
     "enwik8": _Source("bytes", "data", ("root", "max_bytes")),
     "text8": _Source("characters", "data", ("root", "max_bytes")),
     "wikitext103": _Source("words", "data/wikitext-103", ("root",)),
-    "files": _Source("bytes", None, ("root", "glob")),
+    "files": _Source("bytes", None, ("root", "glob", "column")),
     "huggingface": _Source("bytes", None, ("path", "subset", "column")),
     "prepared": _Source("bytes", None, ("root",)),  # a token store
 }
@@ -63,13 +64,14 @@ class TextStream(DataModule):
     `predict` uses the test text.
 
     Args:
-        source: stdlib: the sources of the running Python's standard library, about 11 MB, each file a document;
-            needs no network. enwik8, text8: the file of that name, divided 90/5/5, each part one document.
-            wikitext103: wiki.train.tokens and so on, each one document. files: a text file, divided 90/5/5; or a
-            folder, each file a document; its subfolders train, val and test are the splits, otherwise files are divided
-            by name, 90/5/5. huggingface: a data set, each row a document; its splits train, validation and test, or
-            every 20th row of train. prepared: a folder that `lit-effattn data prepare` made of a text of any size; it
-            has its own tokenizer and splits.
+        source: stdlib: the sources of the running Python's standard library, about 11 MB, each file a document; needs
+            no network. enwik8, text8: the file of that name, divided 90/5/5, each part one document. wikitext103:
+            wiki.train.tokens and so on, each one document. files: a text file, divided 90/5/5; or a folder, each file a
+            document; its subfolders train, val and test are the splits, otherwise files are divided by name, 90/5/5.
+            Each line of a .jsonl and each record of a FASTA file (.fasta, .fa, .faa; all also with .gz) is a document;
+            without subfolders, every 20th is for test, and the next for validation. huggingface: a data set, each row a
+            document; its splits train, validation and test, or every 20th row of train. prepared: a folder that
+            `lit-effattn data prepare` made of a text of any size; it has its own tokenizer and splits.
         tokens: bytes: the 256 bytes. characters: those of the training text. words: separated by white space, with
             `<eos>` for line ends. bpe: byte-pair encoding, learnt from the training text. Characters and words that are
             not in the training text are `<unk>`. Default: bytes; for text8 characters, for wikitext103 words.
@@ -88,11 +90,11 @@ class TextStream(DataModule):
         num_workers: Worker processes that load data; 0: none.
         root: enwik8, text8, wikitext103: folder of the files; default: data, data, data/wikitext-103.
             files, prepared: the folder (or file); required.
-        glob: files: pattern of the files in a folder; default: `**/*.txt`. Others, hidden files and empty ones are left
-            out, counted and named.
+        glob: files: pattern of the files in a folder, such as `**/*.md`; default: all that end in .txt, .jsonl, .fasta,
+            .fa, .faa, the last four also with .gz. Others, hidden files and empty ones are left out, counted and named.
         path: huggingface: name or folder of the data set; required.
         subset: huggingface: configuration of the data set, if it has several.
-        column: huggingface: column of the text; default: text.
+        column: huggingface: column of the text; files: name of the text in a .jsonl; default: text.
         max_bytes: stdlib, enwik8, text8: maximum number of bytes of text to use.
         tokenizer_of: A checkpoint of a language model, whose tokenizer is used, in place of `tokens` and `vocab_size`:
             to fine-tune or test that model on another text. A pretrained tokenizer encodes each document as a whole.
@@ -110,7 +112,7 @@ class TextStream(DataModule):
         self,
         source: Literal["stdlib", "enwik8", "text8", "wikitext103", "files", "huggingface", "prepared"] = "stdlib",
         *,
-        tokens: Literal["bytes", "characters", "words", "bpe"] | None = None,
+        tokens: Literal["bytes", "characters", "words", "bpe", "amino_acids"] | None = None,
         segment_len: int = 64,
         eval_segment_len: int | None = None,
         batch_size: int = 32,
@@ -161,7 +163,7 @@ class TextStream(DataModule):
         self._vocab_size = vocab_size
         self._options: dict[str, Any] = options | {
             "root": root or _SOURCES[source].root,
-            "glob": glob or "**/*.txt",
+            "glob": glob,
             "column": column or "text",
         }
 
@@ -217,6 +219,11 @@ class TextStream(DataModule):
         """Number of bytes of text in "val" and in "test", the denominator of bits per byte."""
         return {split: self._store.n_bytes(split) for split in ("val", "test")}
 
+    def documents_at(self, split: str, offsets: np.ndarray) -> tuple[np.ndarray, int, list[str]]:
+        """Return the numbers of the documents at offsets of a split, how many it has, and their titles, if any."""
+        borders = self._store.split(split).borders
+        return np.searchsorted(borders, offsets, side="right") - 1, len(borders) - 1, self._store.titles(split)
+
     @cached_property
     def _tokenizer(self) -> Tokenizer:
         return self._given or (ByteTokenizer() if self.tokens == "bytes" else self._store.tokenizer)
@@ -238,7 +245,7 @@ class TextStream(DataModule):
         if self.source == "wikitext103":
             return text_sources.wikitext103(root)
         if self.source == "files":
-            return text_sources.files(root, options["glob"], whole_characters=whole)
+            return text_sources.files(root, options["glob"], options["column"], whole_characters=whole)
         return text_sources.benchmark(self.source, root, whole_characters=whole, max_bytes=options["max_bytes"])
 
     def prepare_data(self) -> None:
@@ -254,6 +261,8 @@ class TextStream(DataModule):
         """Open the tokens and log their number, and the files that are left out."""
         counts = [f"{self._store.n_tokens(split):,} {PURPOSES[split]}" for split in SPLITS_OF[stage]]
         rank_zero_info(f"{self.source}: {', '.join(counts)}; vocabulary of {self.vocab_size:,} {self.tokens}")
+        if replaced := self._store.n_replaced:
+            rank_zero_warn(f"{self.source}: {replaced:,} letters are not of the vocabulary, and read as X")
         if self.source == "files" and (
             faults := text_sources.unread(Path(self._options["root"]), self._options["glob"])
         ):

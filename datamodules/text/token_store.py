@@ -6,6 +6,7 @@
 | shard-00000.bin | the tokens of its texts, without `<start>`, of the smallest unsigned type |
 | shard-00000.npy | (2, texts + 1) int64: the texts' borders in tokens and in bytes of UTF-8 |
 | shard-00000.utf8 | the texts, where they are read again: those of pairs |
+| shard-00000.titles | a line with the title of each text, where texts have titles |
 | shard-00000.json | its counts and checksums; a shard without it is not finished |
 | manifest.json | type of a token, splits, and all shards' counts and checksums; written last |
 | plan.json | `lit-effattn data prepare`: the settings, the input files, and the parts of them that each shard holds |
@@ -93,8 +94,10 @@ class ShardWriter:
         self._utf8 = self._path.with_suffix(".utf8").open("wb") if keep_text else None
         self._digest = hashlib.sha256()
         self._borders = array("q", [0]), array("q", [0])  # in tokens, in bytes
+        self._titles: list[str] = []
+        self._tokenizer, self._replaced_before = tokenizer, tokenizer.n_replaced
 
-    def add(self, pieces: Iterable[tuple[np.ndarray, bytes]]) -> None:
+    def add(self, pieces: Iterable[tuple[np.ndarray, bytes]], title: str = "") -> None:
         """Add a text, given as the tokens and the bytes of its pieces. A text without tokens is left out."""
         n_tokens, n_bytes = (borders[-1] for borders in self._borders)
         for ids, utf8 in pieces:
@@ -107,6 +110,7 @@ class ShardWriter:
         if n_tokens > self._borders[0][-1]:
             self._borders[0].append(n_tokens)
             self._borders[1].append(n_bytes)
+            self._titles.append(title)
         elif self._utf8 is not None:
             raise ValueError("a text that is kept must have tokens")  # else the borders of all later ones are wrong
 
@@ -122,6 +126,10 @@ class ShardWriter:
         self._unfinished.replace(self._path.with_suffix(".npy"))
         n_tokens, n_bytes = (borders[-1] for borders in self._borders)
         counts = {"n_documents": len(self._borders[0]) - 1, "n_tokens": n_tokens, "n_bytes": n_bytes}
+        if any(self._titles):
+            write_text(self._path.with_suffix(".titles"), "".join(f"{title}\n" for title in self._titles))
+        if replaced := self._tokenizer.n_replaced - self._replaced_before:
+            more["n_replaced"] = replaced
         about = {**counts, **more, "tokens_sha256": self._digest.hexdigest()}
         write_text(self._path.with_suffix(".json"), json.dumps(about))
         return counts["n_documents"]
@@ -275,6 +283,22 @@ class TokenStore:
         n_documents, n_tokens = sum(map(len, lengths)), int(sum(map(np.sum, lengths)))
         identity = {"documents": n_documents, "tokens": n_tokens, "digest": self.digest}
         return Documents(tokens, np.concatenate(begins), np.concatenate(lengths), identity)
+
+    @property
+    def n_replaced(self) -> int:
+        """Number of letters in all splits that are not of the vocabulary, where the tokenizer counts them."""
+        return sum(shard.get("n_replaced", 0) for shard in self._about[2])
+
+    def titles(self, name: str) -> list[str]:
+        """Return the titles of the documents of a split, in their order; an empty list if none has one."""
+        titles: list[str] = []
+        for number, (borders, selected) in enumerate(self._indices()):
+            path = shard_path(self.folder, number, ".titles")
+            of_shard = np.full(borders.shape[1] - 1, "", object)
+            if path.is_file():
+                of_shard[:] = regular(path).read_text(encoding="utf-8").split("\n")[:-1]
+            titles += of_shard[selected[name]].tolist()
+        return titles if any(titles) else []
 
     def shard(self, split: str) -> Shard:
         """Open the shard of a split, in a store with one shard for each."""

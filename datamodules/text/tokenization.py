@@ -59,7 +59,7 @@ def _make(
         for number, split in enumerate(SPLITS):
             shard = ShardWriter(folder, number, tokenizer)
             for document in source.splits[split]:
-                shard.add(encoded(document, tokenizer, advance))
+                shard.add(encoded(document, tokenizer, advance), document.title)
             if not shard.close():
                 raise ValueError(
                     f"source={source.name!r}: its split {split!r} holds no text, so there is nothing to score"

@@ -59,7 +59,8 @@ class Tokenizer(ABC):
         end: The token at which beam search ends a text, or None.
 
     Attributes:
-        kind: Name in `tokens=`: bytes, characters, words or bpe; or pretrained or numbers, which are not learnt.
+        kind: Name in `tokens=`: bytes, characters, words, bpe or amino_acids; or pretrained or numbers, which are not
+            learnt.
         unit: Name of the unit that a token represents, for reports: byte, character or token.
         separator: The text between a text and the decoded tokens that follow it.
         n_tokens: Size of the vocabulary, `<start>` included.
@@ -71,6 +72,8 @@ class Tokenizer(ABC):
     kind: ClassVar[str]
     unit: ClassVar[str] = "token"
     separator: ClassVar[str] = ""
+    n_replaced = 0
+    """Number of letters encoded so far that are not of the vocabulary, if the kind counts them."""
 
     def __init__(self, n_tokens: int, start: int | None = None, end: int | None = None) -> None:
         self.n_tokens, self.end = n_tokens, end
@@ -249,6 +252,49 @@ class CharacterTokenizer(Tokenizer):
         if not isinstance(vocabulary, str):
             raise TypeError("it must be a string")
         return cls(vocabulary)
+
+
+class AminoAcidTokenizer(CharacterTokenizer):
+    """The one-letter code of proteins: 25 letters and `<start>`, 26 tokens for any text.
+
+    The 20 amino acids, B (D or N), O (pyrrolysine), U (selenocysteine), X (unknown) and Z (E or Q), in upper or lower
+    case. Other characters, such as `*`, are read as X, and counted in `n_replaced`. White space is dropped.
+    """
+
+    kind, unit = "amino_acids", "token"
+    LETTERS = "ABCDEFGHIKLMNOPQRSTUVWXYZ"  # all but J
+
+    def __init__(self) -> None:
+        super().__init__(self.LETTERS)
+        Tokenizer.__init__(self, len(self.LETTERS) + 1)
+        self._decoded = [*self.LETTERS, ""]
+        self._ids[:] = len(self.LETTERS)
+        for letters in (self.LETTERS, self.LETTERS.lower()):
+            self._ids[_code_points(letters)] = np.arange(len(letters))
+
+    def encode(self, text: str | bytes) -> np.ndarray:
+        """Return the letters' tokens."""
+        ids = self._ids[_code_points("".join(_as_str(text).split()))]
+        replaced = ids == len(self.LETTERS)
+        self.n_replaced += int(replaced.sum())
+        return np.where(replaced, np.uint32(self.LETTERS.index("X")), ids)
+
+    def unknown(self, text: str) -> list[str]:
+        """Return the characters that are read as X."""
+        return [c for c in dict.fromkeys(text) if c.upper() not in self.LETTERS and not c.isspace()]
+
+    def spec(self) -> dict[str, Any]:
+        """Return the tokenizer as plain data."""
+        return {"tokens": self.kind}
+
+    @classmethod
+    def learn(cls, texts: Iterable[str], vocab_size: int | None) -> "AminoAcidTokenizer":
+        """Return the tokenizer, which learns nothing from the text."""
+        return cls()
+
+    @classmethod
+    def _from(cls, vocabulary: None) -> "AminoAcidTokenizer":  # type: ignore[override]
+        return cls()
 
 
 class WordTokenizer(Tokenizer):
@@ -582,7 +628,7 @@ def _fields(vocabulary: Any, **more: type) -> dict[str, Any]:
 
 
 KINDS: dict[str, type[Tokenizer]] = {
-    kind.kind: kind for kind in (ByteTokenizer, CharacterTokenizer, WordTokenizer, BPETokenizer)
+    kind.kind: kind for kind in (ByteTokenizer, CharacterTokenizer, WordTokenizer, BPETokenizer, AminoAcidTokenizer)
 }
 """The tokenizers that are learnt from texts."""
 

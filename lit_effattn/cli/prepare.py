@@ -21,13 +21,13 @@ def _parser() -> argparse.ArgumentParser:
         "interruption the same command continues.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
-    parser.add_argument("input", metavar="INPUT", help="A file, or a folder: .txt or .jsonl, as they are or with .gz.")
+    parser.add_argument("input", metavar="INPUT", help="A file, or a folder: .txt, .jsonl or .fasta, or with .gz.")
     parser.add_argument("folder", metavar="FOLDER", help="The folder to create, or to continue.")
     parser.add_argument(
         "--tokens",
         default="bytes",
         choices=KINDS,
-        help="How to tokenize; all but bytes are learnt.",
+        help="How to tokenize; characters, words and bpe are learnt.",
     )
     parser.add_argument("--vocab_size", type=int, help="words, bpe: size of the vocabulary.")
     parser.add_argument(
@@ -60,6 +60,8 @@ def prepare(args: list[str]) -> None:
     about, left_out = make(source, folder, **given)
     if left_out:
         print(printable(f"{source}: {len(left_out)} left out:\n  {left_out}"), file=sys.stderr)
+    if replaced := sum(shard.get("n_replaced", 0) for shard in about["shards"]):
+        print(f"{source}: {replaced:,} letters are not of the vocabulary, and read as X", file=sys.stderr)
     print(
         f"{short(folder)}: {about['n_tokens']:,} tokens ({about['tokenizer']}, {about['dtype']}) of "
         f"{about['n_documents']:,} documents, {about['n_bytes']:,} bytes, in {len(about['shards']):,} shards\n"

@@ -86,6 +86,8 @@ class CategoricalHead(Head):
         chunked: Whether the loss computes the logits of some positions at a time, and again in the backward pass, so
             that it never holds a position × level matrix: see `ops.cross_entropy`. It is equal up to rounding, and
             never compiled. Default: for batches with more than 2²⁷ logits, which take 512 MiB.
+        transform: Replace h by LayerNorm(gelu(W' h + b')), as the head of BERT does (Devlin et al. 2018, the authors'
+            code), with ε = 1e-12.
 
     Raises:
         ValueError: If `init_std` is negative, or given with `zero_init`.
@@ -101,6 +103,7 @@ class CategoricalHead(Head):
         bias: bool = True,
         init_std: float | None = None,
         chunked: bool | None = None,
+        transform: bool = False,
     ) -> None:
         super().__init__(d_model, n_levels)
         self.chunked = chunked
@@ -109,6 +112,9 @@ class CategoricalHead(Head):
                 f"init_std={init_std} with zero_init={zero_init}: init_std must be at least 0 and finite, and needs "
                 "zero_init=False"
             )
+        self.transform: nn.Module = nn.Identity()
+        if transform:
+            self.transform = nn.Sequential(nn.Linear(d_model, d_model), nn.GELU(), nn.LayerNorm(d_model, eps=1e-12))
         self.proj = nn.Linear(d_model, n_levels, bias=bias)
         std = 0.0 if zero_init else init_std
         if std is not None:
@@ -117,7 +123,7 @@ class CategoricalHead(Head):
                 nn.init.zeros_(self.proj.bias)
 
     def _logits(self, h: Tensor) -> Tensor:
-        logits = self.proj(h)
+        logits = self.proj(self.transform(h))
         return logits.to(accumulator(logits.dtype))
 
     def log_probs(self, h: Tensor) -> Tensor:
@@ -131,7 +137,7 @@ class CategoricalHead(Head):
     def _smoothed(self, h: Tensor, target: Tensor, epsilon: float) -> Tensor:
         chunked = target.numel() * self.n_levels > self.MOST_LOGITS if self.chunked is None else self.chunked
         if chunked:
-            rows = h.flatten(0, -2), self.proj.weight, self.proj.bias, target.flatten()
+            rows = self.transform(h).flatten(0, -2), self.proj.weight, self.proj.bias, target.flatten()
             return linear_cross_entropy(*rows, epsilon).view(target.shape)
         logits = self._logits(h).flatten(0, -2)
         loss = F.cross_entropy(logits, target.flatten(), reduction="none", label_smoothing=epsilon)

@@ -253,6 +253,8 @@ class Transformer(SequenceModule):
         positions_in_layers: Whether each layer adds its own positions to its input, as in Al-Rfou et al. 2018, section
             "Positional Embeddings". Else they are added once, before the first layer. Needs `positions` that are added.
             Learned positions have a table for each layer.
+        input_norm: Whether there is a normalisation on the input with its positions (Devlin et al. 2018, the authors'
+            code).
 
     Raises:
         ValueError: If an option is unknown, out of range, or does not apply to the kinds of attention.
@@ -294,6 +296,7 @@ class Transformer(SequenceModule):
         norm_kind: NormKind = "layer",
         norm_eps: float | None = None,
         positions_in_layers: bool = False,
+        input_norm: bool = False,
     ) -> None:
         super().__init__()
         for name, value, known in (
@@ -342,6 +345,7 @@ class Transformer(SequenceModule):
             )
             for i in range(n_layers)
         )
+        self.input_norm = layer_norm(d_model) if input_norm else nn.Identity()
         self.dropout = nn.Dropout(dropout)
         self.output_dropout = nn.Dropout(output_dropout)
         self.norm = layer_norm(d_model) if (norm == "pre" if final_norm is None else final_norm) else nn.Identity()
@@ -411,7 +415,7 @@ class Transformer(SequenceModule):
         outputs_from: int,
     ) -> tuple[list[Tensor], list[Any]]:
         """Return the outputs of the layers from `outputs_from` on, and the state of each layer after `x`."""
-        x = self.dropout(self._with_positions(self.positions, x, position))
+        x = self.dropout(self.input_norm(self._with_positions(self.positions, x, position)))
         outputs, after = [], []
         for i, (block, before) in enumerate(zip(self.blocks, states or [None] * len(self.blocks), strict=True)):
             if i and self.later_positions:

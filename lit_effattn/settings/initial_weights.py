@@ -21,11 +21,20 @@ def add_missing(model: nn.Module, weights: dict[str, Any]) -> list[str]:
     These are random features, feature maps, mixing factors, relative positions, compressors and long-term memories,
     which a checkpoint of softmax attention lacks.
 
+    If the checkpoint is of another task, which lacks the model's `new_modules`, these are added too, and all that is
+    neither embedding nor backbone is removed, such as a head.
+
     Returns:
         Their names, each with the number of modules that have it.
     """
+    extra = {}
+    new = tuple(f"{name}." for name in getattr(model, "new_modules", ()))
+    if new and not any(name.startswith(new) for name in weights):
+        for name in [name for name in weights if not name.startswith(("embedding.", "backbone."))]:
+            del weights[name]
+        extra = {name: name for name in model.state_dict() if name.startswith(new)}
     parameters = dict(model.named_parameters(remove_duplicate=False))
-    extra = {name: name.rpartition(".")[2] for name in model.state_dict() if name not in parameters}
+    extra |= {name: name.rpartition(".")[2] for name in model.state_dict() if name not in parameters}
     for path, module in _attentions(model):
         for own, _ in module.named_parameters(remove_duplicate=False):
             if any(f"{own}.".startswith(f"{name}.") for name in module.extra_parameters):
@@ -38,6 +47,9 @@ def add_missing(model: nn.Module, weights: dict[str, Any]) -> list[str]:
 def remedy(model: nn.Module, weights: Mapping[str, torch.Tensor]) -> str:
     """Return advice, one or two sentences, for a checkpoint whose weights do not fit `model`."""
     expected = model.state_dict()
+    here, there = expected.get("embedding.weight"), weights.get("embedding.weight")
+    if here is not None and there is not None and len(here) != len(there):
+        return "The vocabularies differ: --data.tokenizer_of CHECKPOINT reads the texts with that of the checkpoint"
     for path, module in _attentions(model):
         own, kind = f"{path}.", type(module).__name__
         surplus = [name.removeprefix(own) for name in weights if name.startswith(own) and name not in expected]

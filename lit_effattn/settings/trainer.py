@@ -52,6 +52,7 @@ class Trainer(pl.Trainer):
         prompts_file: str | None = None,
         batch_size: int | None = None,
         source: str | None = None,
+        fill: str | None = None,
         output: str | None = None,
     ) -> str:
         """Draw samples from a trained model, or write a target for a source. Its configuration is in the checkpoint.
@@ -62,6 +63,9 @@ class Trainer(pl.Trainer):
         Of text: shows each sample, a single one while it is drawn, and writes them, prompt included, to `samples.txt`.
         With `beam` it does not draw but searches for the likeliest texts, and shows and writes their scores as well.
 
+        Of a masked language model: shows the `n` likeliest tokens at each `[MASK]` of `fill`, with their probabilities,
+        and writes them to `samples.txt`.
+
         Of a sequence-to-sequence model: shows the `n` best targets of `source` with their scores, and writes them to
         `translations.jsonl`, with a picture of the source tokens that each output looked at.
 
@@ -69,7 +73,7 @@ class Trainer(pl.Trainer):
             model: The model.
             datamodule: The images to complete.
             ckpt_path: The checkpoint: its path, or `last` or `best` of the newest run.
-            n: How many samples. Default: 16 images, 1 text, 1 target.
+            n: How many samples. Default: 16 images, 1 text, 1 target, 5 tokens of `fill`.
             seed: Equal seeds draw equal samples. Default: 0.
             temperature: Below 1 draws likelier samples, 0 the likeliest. Default: 1, as the model was trained.
             top_k: Draw among the k likeliest levels or tokens only.
@@ -97,6 +101,7 @@ class Trainer(pl.Trainer):
                 an object with prompt and n_tokens. The samples, `n` of each, are written to samples.jsonl.
             batch_size: Text: samples of `prompts_file` that are drawn at once. Default: 32.
             source: The text to write a target for.
+            fill: Masked language models: a text with `[MASK]` in place of each token to predict.
             output: Folder to write to, which must not exist or be empty. Default: a new one in the run's `generated`.
 
         Returns:
@@ -120,7 +125,7 @@ class Trainer(pl.Trainer):
         options = {
             **{"complete": complete, "prompt": prompt, "prompt_file": prompt_file, "n_tokens": n_tokens},
             **{"beam": beam, "length_penalty": length_penalty, "length_norm": length_norm},
-            **{"source": source, "state": state, "save_state": save_state},
+            **{"source": source, "fill": fill, "state": state, "save_state": save_state},
             **{"prompts_file": prompts_file, "batch_size": batch_size},
         }
         given = {name: value for name, value in options.items() if value is not None}
@@ -128,6 +133,8 @@ class Trainer(pl.Trainer):
             raise ValueError(f"--{name} {given[name]}: {type(model).__name__} has no such option")
         for name, value in drawing.items() if "sampling" not in known else ():
             raise ValueError(f"--{name} {value}: {type(model).__name__} searches and draws nothing; leave it out")
+        if "fill" in known and fill is None:
+            raise ValueError(f"--fill is missing: {type(model).__name__} needs a text with [MASK]")
         if "source" in known and source is None and state is None:
             raise ValueError(
                 f"--source is missing: {type(model).__name__} needs it to generate, or --state of a source"

@@ -3,6 +3,7 @@
 from lit_effattn.tasks.base import Task
 from lit_effattn.tasks.classification import SequenceClassifier
 from lit_effattn.tasks.language import LanguageModel
+from lit_effattn.tasks.masked import MaskedLanguageModel
 from lit_effattn.tasks.pixels import PixelModel
 from lit_effattn.tasks.pronouncer import TrainedPronouncer
 from lit_effattn.tasks.sequence_to_sequence import SequenceToSequence
@@ -10,6 +11,7 @@ from lit_effattn.tasks.speech import SpeechRecognizer
 
 __all__ = [
     "LanguageModel",
+    "MaskedLanguageModel",
     "PixelModel",
     "SequenceClassifier",
     "SequenceToSequence",

@@ -127,6 +127,9 @@ class Task(HasInitArgs, pl.LightningModule):
     fixed_by_data: ClassVar[tuple[str, ...]] = ()
     """Arguments of the task that the command takes from the attributes of the same name of the data module."""
 
+    new_modules: ClassVar[tuple[str, ...]] = ()
+    """Modules that start from their initialisation if `--init_weights` names a checkpoint of another task."""
+
     in_progress_bar: ClassVar[tuple[str, ...]] = ("train/loss",)
     """Figures of training that the progress bar shows."""
 

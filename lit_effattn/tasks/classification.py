@@ -75,6 +75,7 @@ class SequenceClassifier(Task):
 
     monitor = "val/loss"
     fixed_by_data = ("classes", "vocab_size", "n_features", "shape")
+    new_modules = ("output",)
     in_progress_bar = ("train/loss", "train/accuracy")
 
     def __init__(

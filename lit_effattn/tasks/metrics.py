@@ -248,6 +248,12 @@ class NatsPerPhone(_NatsPerUnit):
     """
 
 
+class NatsPerToken(_Mean):
+    """Σ −ln p / tokens: the cross-entropy of a model of tokens. `update` takes −ln p of each token scored."""
+
+    higher_is_better = False
+
+
 class NatsPerSequence(_Mean):
     """Σ −ln p(label) / sequences: the cross-entropy of a classifier.
 

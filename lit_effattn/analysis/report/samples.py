@@ -165,7 +165,7 @@ def _cut(batch: Any, length: int) -> Any:
 def token_bits(model: Any, sequence: OneSequence) -> list[TokenBits]:
     """Return the scored tokens of a sequence, each with its bits; empty unless the sequence has tokens."""
     batch = sequence.whole
-    if not isinstance(batch, TokenBatch) or not hasattr(model, "hidden"):
+    if not isinstance(batch, TokenBatch) or not hasattr(model, "sample"):
         return []
     bits = model(batch, sequence.memory)[0] / math.log(2)  # (N,)
     spec = getattr(model, "tokenizer", None)

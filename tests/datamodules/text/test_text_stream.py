@@ -237,7 +237,7 @@ def test_folder_is_divided_by_names_and_documents_kept_apart(tmp_path):
     (root / "empty.txt").write_text("")
     (root / ".hidden.txt").write_text("hidden")
     (root / "other.md").write_text("other")
-    with pytest.warns(match=r"3 left out:\n  1 hidden:\n.*hidden.txt\n  1 empty:\n.*empty.txt\n  1 not like.*\n.*r.md"):
+    with pytest.warns(match=r"3 left out:\n  1 ending in .md:\n.*r.md\n  1 hidden:\n.*hidden.txt\n  1 empty:\n.*y.txt"):
         data = ready(source="files", root=str(root), segment_len=8, batch_size=2)
     actual = {name: documents(data, name) for name in ("train", "val", "test")}
     assert {name: len(texts) for name, texts in actual.items()} == {"train": 18, "val": 1, "test": 1}
@@ -293,7 +293,7 @@ def test_folder_with_splits_of_its_own(tmp_path):
 
 def test_too_little_text_is_named(tmp_path):
     (tmp_path / "a.txt").write_text("")
-    with pytest.raises(FileNotFoundError, match=f"{tmp_path}: no file with text .*glob='\\*\\*/\\*.txt'"):
+    with pytest.raises(FileNotFoundError, match=f"{tmp_path}: no file with text in it ends in .txt, .jsonl"):
         ready(source="files", root=str(tmp_path))
     with pytest.raises(ValueError, match=r"a.txt: 0 bytes of text are too few"):
         ready(source="files", root=str(tmp_path / "a.txt"))
@@ -514,7 +514,7 @@ def test_damaged_tokens_are_made_again(tmp_path, monkeypatch):
 
 def test_one_makes_the_tokens_and_the_others_wait(tmp_path, monkeypatch):
     made = counted(monkeypatch)
-    source = text_sources.files(write_folder(tmp_path / "texts"), "**/*.txt", whole_characters=True)
+    source = text_sources.files(write_folder(tmp_path / "texts"), "**/*.txt", "text", whole_characters=True)
     sizes = []
     barrier = threading.Barrier(4)
 

@@ -1,0 +1,281 @@
+"""Masked language models: hidden tokens of a sequence, given all others."""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
+from torch import Tensor, nn
+
+from lit_effattn.checkpoints.printable import printable, table_cell
+from lit_effattn.checkpoints.runs import short
+from lit_effattn.checks import at_least, probabilities
+from lit_effattn.datamodules.common.tokens import IGNORE, TokenBatch
+from lit_effattn.datamodules.text.tokenizers import NumberTokenizer, Tokenizer
+from lit_effattn.nn.evaluating import evaluating
+from lit_effattn.nn.heads import CategoricalHead, HeadFactory
+from lit_effattn.sequence import SequenceModule, State, first_positions, packed
+from lit_effattn.tasks.auxiliary import mean_of_scored
+from lit_effattn.tasks.base import Objective, Task, check_backbone, check_fields, check_integers
+from lit_effattn.tasks.metrics import Accuracy, Count, NatsPerToken, Perplexity
+
+MASK = "[MASK]"
+"""A hidden token in the text of `fill`."""
+
+
+class MaskedLanguageModel(Task):
+    """Predicts hidden tokens of a sequence from all the others (Devlin et al. 2018, section 3.1, BERT).
+
+        loss = mean_{t ∈ M} −ln p(x_t | x̃),  P(t ∈ M) = `mask_rate`
+
+    M is drawn for each position separately. At a position of M, x̃ has the mask token with probability `mask_share`, a
+    token drawn uniformly with probability `random_share`, and else x_t itself. Only positions of M are scored.
+
+    A batch is a `TokenBatch`. Its targets are the tokens of the documents; its inputs are not read. A document is a
+    row, or several are in a row and do not see each other: `documents: apart` and `whole` of `TextStream`. The mask
+    token is the vocabulary's `<start>`, which does not occur in texts.
+
+    In training, M is drawn from torch's random state, which a resumed run continues. In evaluation it depends on `seed`
+    and the position in the text of the split (`TokenBatch.offsets`, else in the row), and on nothing else: not on the
+    batch size, the workers, the processes, or the length of segments.
+
+    Args:
+        backbone: Mixes the sequence, and is not causal.
+        vocab_size: Number of tokens. From the command: that of the data.
+        tokenizer: The tokenizer, as `Tokenizer.spec`. From the command: that of the data.
+        head: Makes the distribution over the tokens. Default: CategoricalHead.
+        tie: Whether head and embedding share one matrix.
+        mask_rate: Probability that a position is scored.
+        mask_share: Probability that a scored position shows the mask token.
+        random_share: Probability that it shows a random token.
+        seed: Seed of the masks of validation, test and prediction.
+        embedding_std: Standard deviation of the initial embedding.
+        auxiliary_weight: Weight of auxiliary losses of the attention.
+        optimizer: Makes the optimiser from the parameters. Default: torch.optim.RAdam.
+        lr_scheduler: Makes the schedule from the optimiser: see `Task`.
+        decay_biases_and_gains: Whether weight decay also applies to biases and to the gains of norms: see `Task`.
+
+    Raises:
+        ValueError: If the backbone is causal, or an option is out of range.
+    """
+
+    monitor = "val/perplexity"
+    fixed_by_data = ("vocab_size", "tokenizer")
+
+    def __init__(
+        self,
+        backbone: SequenceModule,
+        vocab_size: int,
+        tokenizer: str | None = None,
+        head: HeadFactory | None = None,
+        tie: bool = False,
+        mask_rate: float = 0.15,
+        mask_share: float = 0.8,
+        random_share: float = 0.1,
+        seed: int = 0,
+        embedding_std: float = 0.02,
+        auxiliary_weight: float = 1.0,
+        optimizer: OptimizerCallable | None = None,
+        lr_scheduler: LRSchedulerCallable | None = None,
+        decay_biases_and_gains: bool = True,
+    ) -> None:
+        check_backbone(backbone)
+        if backbone.causal:
+            raise ValueError("backbone has causal=True, so it can't see what follows a mask; set causal=False")
+        super().__init__(optimizer, lr_scheduler, decay_biases_and_gains)
+        probabilities(mask_rate=mask_rate)
+        at_least(0, seed=seed, mask_share=mask_share, random_share=random_share)
+        if mask_rate == 0 or mask_share + random_share > 1:
+            raise ValueError(
+                f"mask_rate={mask_rate}, mask_share={mask_share}, random_share={random_share}: mask_rate must be above "
+                "0, and the two shares at most 1 together"
+            )
+        self.vocab_size, self.tokenizer = vocab_size, tokenizer
+        known = NumberTokenizer(vocab_size) if tokenizer is None else Tokenizer.from_spec(tokenizer)
+        self.mask, self._n_random = known.start, known.largest + 1
+        self.mask_rate, self.mask_share, self.random_share, self.seed = mask_rate, mask_share, random_share, seed
+        self.embedding = nn.Embedding(vocab_size, backbone.d_input)
+        nn.init.normal_(self.embedding.weight, std=embedding_std)
+        self.backbone = backbone
+        self.head = (head or CategoricalHead)(backbone.d_model, vocab_size)
+        if tie:
+            self.head.tie(self.embedding)
+        self.auxiliary_weight = auxiliary_weight
+        figures: dict[str, type[nn.Module]] = {"loss": NatsPerToken, "perplexity": Perplexity, "accuracy": Accuracy}
+        figures["tokens"] = Count
+        self.scores = nn.ModuleDict({s: nn.ModuleDict({n: f() for n, f in figures.items()}) for s in ("val", "test")})
+
+    def forward(self, tokens: Tensor, lengths: Tensor | None = None, starts: Tensor | None = None) -> Tensor:
+        """Return ln p of every token at every position, (B, N, vocab_size).
+
+        Args:
+            tokens: (B, N), with the mask token (`mask`) at hidden positions.
+            lengths: (B,), number of valid positions of each row; None: all are valid.
+            starts: (B, N), where documents begin, if rows hold several: see `TokenBatch`.
+        """
+        self._check_tokens(tokens)
+        return self.head.log_probs(self._read(tokens, lengths, starts)[0])
+
+    def _read(self, tokens: Tensor, lengths: Tensor | None, starts: Tensor | None) -> tuple[Tensor, State]:
+        x = self.embedding(tokens)  # (B, N) -> (B, N, E)
+        if starts is None:
+            return self.backbone(x, None, lengths)
+        return packed(self.backbone, x, starts, None, lengths, keep_state=False)
+
+    def hidden(self, batch: TokenBatch, memory: State | None = None) -> tuple[Tensor, State]:
+        """Return the backbone's output (B, N, d_model) for the documents without masks, and its auxiliary losses."""
+        return self._read(batch.targets.clamp(min=0), batch.lengths, batch.starts)
+
+    def masked(self, batch: TokenBatch) -> tuple[Tensor, Tensor]:
+        """Return x̃, and the targets, which are `IGNORE` where they are not scored: (B, N) each."""
+        tokens = batch.targets
+        if self.training:
+            chosen, kind, drawn = torch.rand(3, *tokens.shape, device=tokens.device)
+        else:
+            rows = torch.arange(tokens.size(1), device=tokens.device).expand_as(tokens)
+            offsets = rows if batch.offsets is None else batch.offsets
+            chosen, kind, drawn = (uniform(self.seed, 3 * offsets + i) for i in range(3))
+        valid = tokens != IGNORE
+        targets = tokens.masked_fill(~valid | (chosen >= self.mask_rate), IGNORE)
+        shown = torch.where(kind < self.mask_share, self.mask, (drawn * self._n_random).long())
+        shown = torch.where((targets != IGNORE) & (kind < self.mask_share + self.random_share), shown, tokens)
+        return shown.masked_fill(~valid, 0), targets
+
+    def objective(self, batch: TokenBatch, memory: State | None = None) -> Objective:
+        """Return the mean over the batch's scored positions, in nats, with auxiliary losses. There is no memory."""
+        tokens, targets = self.masked(batch)
+        hidden, state = self._read(tokens, batch.lengths, batch.starts)
+        loss, n_scored = mean_of_scored(self.head.nll(hidden, targets.clamp(min=0)), targets)
+        n_sequences = None if batch.starts is None else first_positions(batch.starts, batch.lengths).sum()
+        figures = {"train/loss": loss.detach()}
+        return self.with_auxiliary(
+            loss, figures, state, self.auxiliary_weight, n_scored=n_scored, n_sequences=n_sequences
+        )
+
+    def _scored(self, batch: TokenBatch) -> tuple[Tensor, Tensor, Tensor]:
+        """Return which positions are scored, (B, N), and of each the −ln p and whether its likeliest token is right."""
+        tokens, targets = self.masked(batch)
+        scored = targets != IGNORE
+        hidden, targets = self._read(tokens, batch.lengths, batch.starts)[0][scored], targets[scored]
+        log_probs = self.head.log_probs(hidden)  # (T, vocab_size)
+        return scored, -log_probs.gather(-1, targets[:, None])[:, 0], log_probs.argmax(-1) == targets
+
+    def score(self, stage: str, batch: TokenBatch) -> dict[str, Any]:
+        """Update the loss, the perplexity and the accuracy, and in test the number of scored tokens."""
+        _, nats, correct = self._scored(batch)
+        metrics: dict[str, Any] = dict(self.scores[stage].items())  # type: ignore[operator]
+        for name, metric in metrics.items():
+            metric.update(correct if name == "accuracy" else nats)
+        return metrics if stage == "test" else {name: m for name, m in metrics.items() if name != "tokens"}
+
+    # -------------------------------------------------------------------------------------------------- predictions
+
+    def predict_step(self, batch: TokenBatch) -> dict[str, np.ndarray]:
+        """Return −ln p of each scored position, whether it is correct, its row, and its offset, if it is known."""
+        self.check_batch(batch)
+        scored, nats, correct = self._scored(batch)
+        columns = {"nats": nats, "correct": correct, "row": scored.nonzero()[:, 0]}
+        if batch.offsets is not None:
+            columns["offset"] = batch.offsets[scored]
+        return {name: column.detach().cpu().numpy() for name, column in columns.items()} | {
+            "rows": np.array([len(scored)])
+        }
+
+    def write_predictions(self, predictions: list[Any], folder: Path) -> str:
+        """Write `predictions.csv`: see `Task.write_predictions`.
+
+        A line has a document's index, its title in the data (the header in FASTA), and the number, the perplexity and
+        the accuracy of its scored tokens. Without offsets in the batches, a row counts as a document.
+        """
+        columns = {name: np.concatenate([batch[name] for batch in predictions]) for name in predictions[0]}
+        sizes, titles = columns["rows"], list[str]()
+        index = columns["row"] + np.repeat(np.cumsum(sizes) - sizes, [len(batch["row"]) for batch in predictions])
+        n_documents = int(sizes.sum())
+        if "offset" in columns:
+            index, n_documents, titles = self.trainer.datamodule.documents_at("test", columns["offset"])  # type: ignore[attr-defined]
+        of_each = [np.bincount(index, columns[n], minlength=n_documents) for n in ("nats", "correct")]
+        counts = np.bincount(index, minlength=n_documents)
+        path = folder / "predictions.csv"
+        with path.open("w", encoding="utf-8", newline="") as file:
+            writer = csv.writer(file, lineterminator="\n")
+            writer.writerow(["index", *(["title"] if titles else []), "scored", "perplexity", "accuracy"])
+            for i, (n, nats, correct) in enumerate(zip(counts.tolist(), *of_each, strict=True)):
+                figures = [f"{np.exp(nats / n):.6g}", f"{correct / n:.6g}"] if n else ["", ""]
+                writer.writerow([i, *([table_cell(titles[i])] if titles else []), n, *figures])
+        return f"scores of {n_documents} documents: {short(path)}"
+
+    # ------------------------------------------------------------------------------------------------------ filling
+
+    @torch.no_grad()
+    def fill(self, text: str, n: int = 5) -> list[list[tuple[str, float]]]:
+        """Return the likeliest tokens at each `[MASK]` of a text, with their probabilities, `n` for each.
+
+        Raises:
+            ValueError: If the text has no `[MASK]`, or the model has no tokenizer.
+        """
+        if self.tokenizer is None:
+            raise ValueError("the model can't read text: it was trained without a tokenizer")
+        if MASK not in text:
+            raise ValueError(f"--fill {text[:40]!r} has no {MASK}; write it in place of each token to predict")
+        tokenizer = Tokenizer.from_spec(self.tokenizer)
+        pieces = [tokenizer.encode(piece).astype(np.int64) for piece in text.split(MASK)]
+        tokens = np.concatenate([part for piece in pieces for part in ([self.mask], piece)][1:])
+        with evaluating(self):
+            log_probs = self(torch.from_numpy(tokens)[None].to(self.device))[0, torch.from_numpy(tokens == self.mask)]
+        values, likeliest = log_probs[:, : self._n_random].exp().topk(min(n, self._n_random))
+        return [
+            [(tokenizer.decode([token]), p) for token, p in zip(*of_one, strict=True)]
+            for of_one in zip(likeliest.tolist(), values.tolist(), strict=True)
+        ]
+
+    def write_samples(
+        self,
+        folder: Callable[[], Path],
+        *,
+        datamodule: Any,
+        n: int | None,
+        progress: Callable[[Iterable[int]], Iterable[int]],
+        fill: str,
+    ) -> str:
+        """Write the likeliest tokens at each `[MASK]` of `fill`: see `Task.write_samples`.
+
+        Args:
+            folder: Makes the folder to write to.
+            datamodule: Not used.
+            n: Number of tokens for each mask. Default: 5.
+            progress: Not used.
+            fill: A text with `[MASK]` in place of each hidden token.
+
+        Raises:
+            ValueError: If the text can't be read.
+        """
+        lines = [
+            f"{MASK} {i}: " + ", ".join(f"{token!r} {p:.4f}" for token, p in likeliest)
+            for i, likeliest in enumerate(self.fill(fill, n or 5), 1)
+        ]
+        print(*map(printable, lines), sep="\n")
+        path = folder() / "samples.txt"
+        path.write_text("\n".join([fill, *lines, ""]), encoding="utf-8")
+        return f"tokens: {short(path)}"
+
+    def check_batch(self, batch: TokenBatch) -> None:
+        """Raise ValueError if a token is outside the vocabulary: see `Task.check_batch`."""
+        check_fields(batch, TokenBatch)
+        self._check_tokens(batch.targets.clamp(min=0))
+
+    def _check_tokens(self, tokens: Tensor) -> None:
+        check_integers(tokens, "token", 0, self.vocab_size - 1, f"vocab_size={self.vocab_size}")
+
+
+def uniform(seed: int, counters: Tensor) -> Tensor:
+    """Return numbers in [0, 1), a pure function of a seed and of integers, on any device: SplitMix64 (Steele 2014)."""
+    z = (counters + 1) * -7046029254386353131 + (seed * 0x9E6C63D0676A9A99 + 2**63) % 2**64 - 2**63
+    for shift, factor in ((30, -4658895280553007687), (27, -7723592293110705685)):
+        z = (z ^ ((z >> shift) & (2 ** (64 - shift) - 1))) * factor  # a logical shift
+    z = z ^ ((z >> 31) & (2**33 - 1))
+    return ((z >> 40) & (2**24 - 1)).float() / 2**24

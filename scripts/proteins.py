@@ -126,7 +126,7 @@ def main(args: Sequence[str] | None = None) -> None:
         print(f"{path}: {len(of_split):,} proteins, {sum(len(p.residues) for p in of_split):,} residues")
     for name in ("train", "val"):
         (given.folder / "families" / name).symlink_to(Path("..", "all", name))
-    for name in ("test", "families"):
+    for name in (name for name in ("test", "families") if found[name]):
         for pairs in (False, True):
             perplexity, accuracy = baseline(found["train"], found[name], pairs=pairs)
             print(f"{name}, {'pairs' if pairs else 'residues'}: perplexity {perplexity:.3f}, accuracy {accuracy:.2%}")

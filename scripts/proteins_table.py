@@ -99,6 +99,7 @@ def row(given: Any) -> dict[str, Any]:
     quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
     trainer = Trainer(
         max_steps=steps,
+        max_time=given.limit and {"seconds": given.limit},
         gradient_clip_val=1.0,
         precision=given.precision,
         devices=1,
@@ -128,6 +129,7 @@ def main(args: Sequence[str] | None = None) -> None:
     length.add_argument("--seconds", type=float)
     for name, default in (("d_model", 128), ("n_layers", 3), ("segment_len", 1024), ("batch_size", 4), ("seed", 0)):
         parser.add_argument(f"--{name}", type=int, default=default)
+    parser.add_argument("--limit", type=int, help="Seconds after which training ends at any rate.")
     parser.add_argument("--lr", type=float, default=2e-3)
     parser.add_argument("--precision", default="32-true", help="See lightning.pytorch.Trainer; bf16-mixed on a GPU.")
     given = parser.parse_args(args)

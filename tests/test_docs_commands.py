@@ -12,7 +12,7 @@ import soundfile
 from PIL import Image
 
 from lit_effattn.cli import main
-from scripts import festvox
+from scripts import festvox, proteins
 from tests.interchange.test_convert import SIZE, START, tokenizer_json
 from tests.scripts.test_festvox import voice
 from tests.test_docs import FENCE, PAGES, block
@@ -81,6 +81,9 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for path in (voice(folder / "data" / "festvox-ru") / "wav").glob("*.wav"):
         soundfile.write(path, rng.uniform(-0.5, 0.5, 16_000), 16_000)
     festvox.main([str(folder / "data" / "festvox-ru")])
+    proteins_fasta = folder / "proteins.fasta"
+    proteins_fasta.write_text("".join(f">tr|P{i}|X Protein {i} OS=x\n{'MKLVAW' * 40}\n" for i in range(60)))
+    proteins.main([str(proteins_fasta), str(folder / "data" / "proteins"), "--n_test", "5", "--n_val", "5"])
     _pretrained(folder / "gpt2")
     module = block("docs/own-kind.md", "class MeanAttention")
     (folder / "my_module.py").write_text(module + "\n\nclass MyAttention(MeanAttention):\n    pass\n")

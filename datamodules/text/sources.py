@@ -196,7 +196,7 @@ def _of_records(root: Path, paths: dict[str, list[Path]], field: str) -> TextSou
     if "" in paths:
         paths = dict.fromkeys(SPLITS, paths[""])
         every = {"train": {*range(2, HELD_OUT)}, "val": {1}, "test": {0}}
-    splits = {name: _Records(paths[name], root, field, every[name]) for name in SPLITS}
+    splits: dict[str, Iterable[Document]] = {name: _Records(paths[name], root, field, every[name]) for name in SPLITS}
     return TextSource(name="files", splits=splits, identity=[str(root.resolve()), field, about], n_bytes=None)
 
 

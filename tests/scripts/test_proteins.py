@@ -45,7 +45,7 @@ def test_the_baselines_count():
 
 
 def test_the_command_writes_folders_that_are_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    texts = [f">{kind}|P{i}|N A protein OS=x\nMKLV{'A' * i}\n" for i in range(60) for kind in ("tr", "sp")]
+    texts = [f">{kind}|P{i}|N Protein {i % 2 and i} OS=x\nMKLV{'A' * i}\n" for i in range(60) for kind in ("tr", "sp")]
     (tmp_path / "x.fasta").write_text("".join(texts))
     (tmp_path / "pairs.tsv").write_text("P0\tP1\nP1\tP2\n")
     arguments = ["--similar", str(tmp_path / "pairs.tsv"), "--n_test", "5", "--n_val", "4"]
@@ -59,3 +59,4 @@ def test_the_command_writes_folders_that_are_read(tmp_path: Path, capsys: pytest
     }
     assert [len(written[split]) for split in ("val", "test")] == [4, 5]
     assert all(header.startswith("tr|") for headers in written.values() for header in headers)
+    assert not any("Protein 0" in header for header in written["train"])

@@ -11,7 +11,9 @@ from lit_effattn.datamodules.common.labelled import LabelledBatch
 
 N, VOCABULARY = 24, 300_000
 
-Batch = Literal["PixelModel", "LanguageModel", "SpeechRecognizer", "SequenceToSequence", "SequenceClassifier"]
+Batch = Literal[
+    "PixelModel", "LanguageModel", "MaskedLanguageModel", "SpeechRecognizer", "SequenceToSequence", "SequenceClassifier"
+]
 
 
 class AnyData(pl.LightningDataModule):
@@ -61,6 +63,6 @@ class AnyData(pl.LightningDataModule):
         if self.batch == "SequenceClassifier":
             return LabelledBatch(torch.randint(256, (2, torch.Size(self.shape).numel())), torch.tensor([0, 1]))
         x, y = (torch.randint(min(256, self.vocab_size), (2, N)) for _ in range(2))
-        if self.batch == "LanguageModel":
+        if self.batch in ("LanguageModel", "MaskedLanguageModel"):
             return TokenBatch(x, y, fresh=torch.tensor([True, True]))
         return PairBatch(x, lengths, y, y, lengths, ["x", "y"], [["x"], ["y"]])

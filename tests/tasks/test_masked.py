@@ -321,7 +321,9 @@ def test_a_run_resumed_within_an_epoch_equals_an_uninterrupted_one(root: Path):
     assert_same_end(whole / "checkpoints" / "last.ckpt", last("part"))
 
 
-def test_scores_of_documents_tokens_of_masks_and_classes_of_proteins(root: Path, capsys: pytest.CaptureFixture[str]):
+def test_scores_of_documents_tokens_of_masks_and_classes_of_proteins(
+    root: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+):
     run = fit("--trainer.max_epochs", "1")
     main(["test", "--ckpt_path", "last"])
     out = capsys.readouterr().out
@@ -365,7 +367,7 @@ def test_scores_of_documents_tokens_of_masks_and_classes_of_proteins(root: Path,
     classifier = spec("SequenceClassifier", **options)
     tuned = {"model": classifier, "data": data, "trainer": {**TINY["trainer"], "max_steps": 1, "max_epochs": -1}}
     fit("--init_weights", checkpoint, **tuned)
-    assert "kept as this model initialised them: output.weight (1×), output.bias (1×)" in capsys.readouterr().err
+    assert "kept as this model initialised them: output.weight (1×), output.bias (1×)" in caplog.text
     weights = torch.load(last("runs"), weights_only=True)["state_dict"]
     for name, value in task.state_dict().items():
         if name.startswith(("embedding.", "backbone.")):

@@ -1,14 +1,20 @@
-"""Rows of the table of docs/proteins.md: language models of proteins, trained for equal time or steps, and tested.
+r"""Rows of the table of docs/proteins.md: language models of proteins, trained for equal time or steps, and tested.
 
     python -m scripts.proteins_table --root data/proteins/all --task masked --kind softmax --seconds 1800
     python -m scripts.proteins_table --root data/proteins/all --task causal --kind performer_relu --steps 2000
 
 A row is one line of JSON on the standard output. Seconds are those of the processor on a CPU, with one thread, and of
 the clock on a GPU; the time of ten steps says how many steps they are, so that the schedule of the learning rate ends
-with them. All rows have the same width, layers, batches and learning rate.
+with them. All rows have the same width, layers, batches and learning rate. The peak of memory, in MB, is that of the
+process on a CPU, and that of tensors on a GPU. Sequences joined to 8,192 residues, as in Choromanski et al. 2020,
+section 4.4:
+
+    python -m scripts.proteins_table --root data/proteins/all --task causal --kind softmax --steps 10 \
+      --documents joined --segment_len 8192 --batch_size 1
 """
 
 import json
+import resource
 import time
 from collections.abc import Sequence
 from functools import partial
@@ -86,7 +92,7 @@ def row(given: Any) -> dict[str, Any]:
         "files",
         root=given.root,
         tokens="amino_acids",
-        documents="whole",
+        documents=given.documents,
         segment_len=given.segment_len,
         batch_size=given.batch_size,
         shuffle_seed=given.seed,
@@ -110,9 +116,14 @@ def row(given: Any) -> dict[str, Any]:
     task, begin, used = model(given, data, steps), time.perf_counter(), time.process_time()
     trainer.fit(task, data)
     figures = {"seconds": round(time.perf_counter() - begin), "cpu_seconds": round(time.process_time() - used)}
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # in KiB on Linux
+    if device.type == "cuda":
+        peak = torch.cuda.max_memory_allocated()
     (tested,) = trainer.test(task, data, verbose=False)
-    names = {name: vars(given)[name] for name in ("task", "kind", "seed", "d_model", "n_layers", "batch_size")}
-    figures |= {"steps": trainer.global_step, "ms_a_step": round(1000 * seconds, 1)}
+    names = {
+        name: vars(given)[name] for name in ("task", "kind", "seed", "d_model", "n_layers", "batch_size", "segment_len")
+    }
+    figures |= {"steps": trainer.global_step, "ms_a_step": round(1000 * seconds, 1), "peak_mb": round(peak / 1e6)}
     parameters = sum(p.numel() for p in task.parameters())
     scores = {name.removeprefix("test/"): round(value, 5) for name, value in tested.items()}
     return {**names, "parameters": parameters, **figures, **scores}
@@ -130,6 +141,7 @@ def main(args: Sequence[str] | None = None) -> None:
     for name, default in (("d_model", 128), ("n_layers", 3), ("segment_len", 1024), ("batch_size", 4), ("seed", 0)):
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--limit", type=int, help="Seconds after which training ends at any rate.")
+    parser.add_argument("--documents", default="whole", help="See TextStream.")
     parser.add_argument("--lr", type=float, default=2e-3)
     parser.add_argument("--precision", default="32-true", help="See lightning.pytorch.Trainer; bf16-mixed on a GPU.")
     given = parser.parse_args(args)

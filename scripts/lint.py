@@ -90,7 +90,7 @@ DATA: dict[str, set[str]] = {
 LIGHT = ("checks", "hparams", "sequence", "ops", "attention", "laws", "__init__")
 """Folders whose modules import torch and numpy alone; Triton's kernels are imported when they are needed."""
 
-USERS_OWN = {"counting"}
+USERS_OWN = {"counting", "my_classes"}
 """Configurations that a page asks the reader to write."""
 
 LISTINGS = ("glob", "rglob", "iterdir", "listdir", "scandir")

@@ -30,6 +30,7 @@ from lit_effattn.nn.sliding import SlidingWindow
 from lit_effattn.sequence import SequenceModule, State, first_positions, packed, valid_lengths
 from lit_effattn.tasks.auxiliary import FurtherPredictions, mean_of_scored
 from lit_effattn.tasks.base import Objective, Task, carried, check_backbone, check_fields, check_integers
+from lit_effattn.tasks.document_scores import of_positions, write_documents
 from lit_effattn.tasks.kept_states import check_replaceable, load_state
 from lit_effattn.tasks.kept_states import save_state as save_state_file
 from lit_effattn.tasks.metrics import Accuracy, BitsPerByte, BitsPerCharacter, BitsPerTextByte, Count, Perplexity
@@ -294,10 +295,11 @@ class LanguageModel(Task):
         lengths = None if batch.lengths is None else (batch.lengths - begin).clamp(0, end - begin)
         return TokenBatch(batch.inputs[:, begin:end], batch.targets[:, begin:end], lengths, batch.fresh)
 
-    def predict_step(self, batch: TokenBatch) -> dict[str, Tensor] | list[tuple[Response, str]]:
+    def predict_step(self, batch: TokenBatch) -> dict[str, Any] | list[tuple[Response, str]]:
         """Return the number of targets of each row, and their mean −log2 p, (B,) each.
 
-        With `response_metrics`, return the responses that begin in the batch, each with the model's text.
+        If the batch has offsets, return −ln p of each target, and where it is: see `of_positions`. With
+        `response_metrics`, return the responses that begin in the batch, each with the model's text.
         """
         self.check_batch(batch)
         before = self.memory
@@ -305,8 +307,11 @@ class LanguageModel(Task):
         self.memory = carried(before, state)
         if self._responses.metrics:
             return self._written(batch, before)
-        count = (batch.targets != IGNORE).sum(1)
-        bits = self._nll(hidden, batch.targets).sum(1) / count.clamp(min=1) / torch.log(torch.tensor(2.0))
+        scored = batch.targets != IGNORE
+        count, nats = scored.sum(1), self._nll(hidden, batch.targets)
+        if getattr(batch, "offsets", None) is not None:
+            return of_positions(scored, batch.offsets, nats=nats[scored])
+        bits = nats.sum(1) / count.clamp(min=1) / torch.log(torch.tensor(2.0))
         return {"targets": count, "bits_per_target": bits}
 
     def evaluate(
@@ -375,7 +380,13 @@ class LanguageModel(Task):
         )
 
     def write_predictions(self, predictions: list[Any], folder: Path) -> str:
-        """Write the results of `predict_step`, with `response_metrics` as responses: see `Task.write_predictions`."""
+        """Write the results of `predict_step`, with `response_metrics` as responses: see `Task.write_predictions`.
+
+        Of data with offsets, such as `TextStream`, a line is a document.
+        """
+        if not self._responses.metrics and predictions and "offset" in predictions[0]:
+            figures = {"bits_per_target": ("nats", lambda nats: nats / math.log(2))}
+            return write_documents(predictions, folder / "predictions.csv", self._trainer, figures)
         write = write_file if self._responses.metrics else super().write_predictions
         return write(predictions, folder)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import csv
+import math
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,7 @@ import torch
 from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
 from torch import Tensor, nn
 
-from lit_effattn.checkpoints.printable import printable, table_cell
+from lit_effattn.checkpoints.printable import printable
 from lit_effattn.checkpoints.runs import short
 from lit_effattn.checks import at_least, probabilities
 from lit_effattn.datamodules.common.tokens import IGNORE, TokenBatch
@@ -22,6 +22,7 @@ from lit_effattn.nn.heads import CategoricalHead, HeadFactory
 from lit_effattn.sequence import SequenceModule, State, first_positions, packed
 from lit_effattn.tasks.auxiliary import mean_of_scored
 from lit_effattn.tasks.base import Objective, Task, check_backbone, check_fields, check_integers
+from lit_effattn.tasks.document_scores import of_positions, write_documents
 from lit_effattn.tasks.metrics import Accuracy, Count, NatsPerToken, Perplexity
 
 MASK = "[MASK]"
@@ -176,38 +177,15 @@ class MaskedLanguageModel(Task):
     # -------------------------------------------------------------------------------------------------- predictions
 
     def predict_step(self, batch: TokenBatch) -> dict[str, np.ndarray]:
-        """Return −ln p of each scored position, whether it is correct, its row, and its offset, if it is known."""
+        """Return −ln p of each scored position, whether it is correct, and where it is: see `of_positions`."""
         self.check_batch(batch)
         scored, nats, correct = self._scored(batch)
-        columns = {"nats": nats, "correct": correct, "row": scored.nonzero()[:, 0]}
-        if batch.offsets is not None:
-            columns["offset"] = batch.offsets[scored]
-        return {name: column.detach().cpu().numpy() for name, column in columns.items()} | {
-            "rows": np.array([len(scored)])
-        }
+        return of_positions(scored, batch.offsets, nats=nats, correct=correct)
 
     def write_predictions(self, predictions: list[Any], folder: Path) -> str:
-        """Write `predictions.csv`: see `Task.write_predictions`.
-
-        A line has a document's index, its title in the data (the header in FASTA), and the number, the perplexity and
-        the accuracy of its scored tokens. Without offsets in the batches, a row counts as a document.
-        """
-        columns = {name: np.concatenate([batch[name] for batch in predictions]) for name in predictions[0]}
-        sizes, titles = columns["rows"], list[str]()
-        index = columns["row"] + np.repeat(np.cumsum(sizes) - sizes, [len(batch["row"]) for batch in predictions])
-        n_documents = int(sizes.sum())
-        if "offset" in columns:
-            index, n_documents, titles = self.trainer.datamodule.documents_at("test", columns["offset"])  # type: ignore[attr-defined]
-        of_each = [np.bincount(index, columns[n], minlength=n_documents) for n in ("nats", "correct")]
-        counts = np.bincount(index, minlength=n_documents)
-        path = folder / "predictions.csv"
-        with path.open("w", encoding="utf-8", newline="") as file:
-            writer = csv.writer(file, lineterminator="\n")
-            writer.writerow(["index", *(["title"] if titles else []), "scored", "perplexity", "accuracy"])
-            for i, (n, nats, correct) in enumerate(zip(counts.tolist(), *of_each, strict=True)):
-                figures = [f"{np.exp(nats / n):.6g}", f"{correct / n:.6g}"] if n else ["", ""]
-                writer.writerow([i, *([table_cell(titles[i])] if titles else []), n, *figures])
-        return f"scores of {n_documents} documents: {short(path)}"
+        """Write the perplexity and the accuracy of each document: see `Task.write_predictions`."""
+        figures = {"perplexity": ("nats", math.exp), "accuracy": ("correct", float)}
+        return write_documents(predictions, folder / "predictions.csv", self._trainer, figures)
 
     # ------------------------------------------------------------------------------------------------------ filling
 

@@ -135,7 +135,9 @@ def test_testing_scores_every_byte_once_with_the_memory_handed_on(capsys: pytest
     assert int(re.search(r"^test bytes: (\S+)$", output, re.M)[1]) == sum(map(len, texts))
 
 
-def test_predictions_are_a_line_a_segment_and_average_to_the_test_result(run: Path, capsys: pytest.CaptureFixture[str]):
+def test_predictions_are_a_line_a_document_and_average_to_the_test_result(
+    run: Path, capsys: pytest.CaptureFixture[str]
+):
     capsys.readouterr()
     main(["test", "--ckpt_path", "last"])
     output = re.search(r"test bits/byte: (\S+)", capsys.readouterr().out)[1]
@@ -143,8 +145,9 @@ def test_predictions_are_a_line_a_segment_and_average_to_the_test_result(run: Pa
     (path,) = run.rglob("predictions.csv")
     with path.open() as file:
         rows = list(csv.DictReader(file))
-    n = sum(path.stat().st_size for path in Path("texts/test").iterdir())
-    assert sum(int(row["targets"]) for row in rows) == n
+    sizes = [path.stat().st_size for path in sorted(Path("texts/test").iterdir())]
+    assert [int(row["targets"]) for row in rows] == sizes
+    n = sum(sizes)
     bits = [(int(row["targets"]), float(row["bits_per_target"])) for row in rows]
     assert sum(t * b for t, b in bits) / n == pytest.approx(float(output), abs=1e-4)
 

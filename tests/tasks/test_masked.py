@@ -332,7 +332,9 @@ def test_scores_of_documents_tokens_of_masks_and_classes_of_proteins(
     with path.open(newline="") as file:
         rows = list(csv.DictReader(file))
     assert [row["title"] for row in rows] == [f"test|{i} =a protein" for i in range(40)]
-    scored = [(int(row["scored"]), float(row["perplexity"]), float(row["accuracy"])) for row in rows if row["accuracy"]]
+    scored = [
+        (int(row["targets"]), float(row["perplexity"]), float(row["accuracy"])) for row in rows if row["accuracy"]
+    ]
     n = sum(count for count, *_ in scored)
     assert f"test tokens: {n}" in out
     assert f"test loss: {sum(count * math.log(p) for count, p, _ in scored) / n:.4f}" in out
@@ -386,5 +388,5 @@ def test_batches_without_offsets_are_scored_by_rows(tmp_path: Path):
     message = task.write_predictions([task.predict_step(batch) for batch in batches], tmp_path)
     assert message.startswith("scores of 3 documents")
     rows: list[list[str]] = [line.split(",") for line in (tmp_path / "predictions.csv").read_text().splitlines()]
-    assert rows[0] == ["index", "scored", "perplexity", "accuracy"]
+    assert rows[0] == ["index", "targets", "perplexity", "accuracy"]
     assert rows[1][1:] == rows[3][1:]

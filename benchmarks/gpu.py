@@ -27,11 +27,10 @@ from benchmarks.measuring import MIB, mean_of, peak_bytes, seconds_of
 from lit_effattn import Transformer
 from lit_effattn.generation.sampling import generate
 from lit_effattn.nn.heads import CategoricalHead
-from lit_effattn.ops.favor.dispatch import positive_favor
-from lit_effattn.ops.favor.pytorch import draw_omega
+from lit_effattn.ops.favor.pytorch import draw_omega, positive_favor
 from lit_effattn.ops.gated_linear import fla
 from lit_effattn.ops.gated_linear.pytorch import gated_linear_attention
-from lit_effattn.ops.linear.dispatch import elu_linear_attention
+from lit_effattn.ops.linear.pytorch import causal_linear_attention
 from lit_effattn.ops.runtime.selection import KERNELS
 
 PARTS = {"tests": 60, "tuning": 150, "kernels": 120, "steps": 110, "generation": 90}
@@ -208,10 +207,7 @@ def _forced(form: str, function: Callable[..., tuple[Tensor, Tensor]]) -> Callab
 
 
 def _linear(q: Tensor, k: Tensor, v: Tensor, state: Tensor) -> Tensor:
-    if not q.is_cuda:
-        q, k = F.elu(q.float()) + 1, F.elu(k.float()) + 1
-        return gated_linear_attention(q, k, v.float(), state)[0]
-    return elu_linear_attention(q, k, v, state, state[..., 0].detach())[0]
+    return causal_linear_attention(q, k, v, state, state[..., 0].detach(), elu=True)[0]
 
 
 def _linear_by_fla(q: Tensor, k: Tensor, v: Tensor, state: Tensor) -> Tensor:
@@ -222,8 +218,6 @@ def _linear_by_fla(q: Tensor, k: Tensor, v: Tensor, state: Tensor) -> Tensor:
 def _performer(omega: Tensor, q: Tensor, k: Tensor, v: Tensor, state: Tensor) -> Tensor:
     s = v.new_zeros(len(v), *omega.shape[:2], v.size(3), dtype=torch.float32)
     sums = (s, s[..., 0].clone(), torch.full_like(s[..., 0], -torch.inf))
-    if not q.is_cuda:
-        q, k, v = q.float(), k.float(), v.float()
     return positive_favor(q, k, v, omega, *sums, scale=1.0)[0]
 
 

@@ -5,12 +5,10 @@ from __future__ import annotations
 import argparse
 import inspect
 import math
-import os
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from importlib import import_module
 from typing import Any, NamedTuple
-from unittest import mock
 
 import torch
 import torch.nn.functional as F
@@ -20,16 +18,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from benchmarks.measuring import add_options, compared, is_written_in_python, look_inside, peak_bytes, timed
 from benchmarks.report import Report, Row
 from lit_effattn.ops.favor import cpp_kernels as favor_cpp_kernels
-from lit_effattn.ops.favor.dispatch import positive_favor
-from lit_effattn.ops.favor.pytorch import causal_favor, draw_omega, log_offset, plain_causal_favor
+from lit_effattn.ops.favor.pytorch import draw_omega, positive_favor
 from lit_effattn.ops.gated_linear import cpp_kernels as gated_cpp_kernels
-from lit_effattn.ops.gated_linear.pytorch import gated_linear_attention, plain_gated_linear_attention
+from lit_effattn.ops.gated_linear.pytorch import gated_linear_attention
 from lit_effattn.ops.linear import cpp_kernels as linear_cpp_kernels
-from lit_effattn.ops.linear.dispatch import elu_linear_attention
-from lit_effattn.ops.linear.pytorch import causal_linear_attention, plain_causal_linear_attention
+from lit_effattn.ops.linear.pytorch import causal_linear_attention
 from lit_effattn.ops.runtime import cpp_build
 from lit_effattn.ops.runtime.differences import largest_relative_difference
-from lit_effattn.ops.runtime.selection import KERNELS
 
 TYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -41,9 +36,9 @@ NOTES = [
     "backward passes give the gradients of decays and strengths too. transformers: Qwen3-Next's form in PyTorch; "
     "attn-gym: its reference in chunks.",
     "linear, performer, decay, delta, gated delta: kernels in C++ on a CPU with a compiler, in Triton on CUDA. "
-    "in PyTorch: LIT_EFFATTN_KERNELS=plain. plain: differentiated by autograd, in float32.",
-    "products: every bmm and baddbmm that the form in PyTorch calls at the chunk size of the row's form, recorded from "
-    "one call, recomputation included, and run again alone on operands of the same shapes and strides, which are in "
+    "plain: in PyTorch, differentiated by autograd, in float32.",
+    "products: every bmm and baddbmm that the plain form calls at the chunk size of the row's form, recorded from "
+    "one call, and run again alone on operands of the same shapes and strides, which are in "
     "the cache if they fit. Of the scores within a chunk, C++ computes only the causal half, and solves a triangular "
     "system by substitution, PyTorch by an inverse.",
     "peak: tensors alive at once in addition to the inputs, those saved for the backward pass included; on a CPU "
@@ -58,7 +53,6 @@ class Form(NamedTuple):
     """One way to compute causal attention of queries, keys and values (B, H, N, D), and its family's further inputs."""
 
     call: Callable[..., Tensor]
-    plain: bool = False  # whether it runs without kernels
     cpp: str | None = None  # the source of its kernels in C++
     same: bool = True  # whether it computes the same function as the plain form
 
@@ -92,41 +86,21 @@ def _forms(args: argparse.Namespace) -> dict[str, Form]:
     d = args.head_dim
     n_features = args.n_features or math.ceil(d * math.log(d))
     omega = draw_omega(args.n_heads, n_features, d, generator=torch.Generator().manual_seed(1)).float().to(args.device)
-    in_pytorch = partial(_linear, causal_linear_attention, args.chunk_size)
-    performer = partial(_performer, omega, args.chunk_size)
-    cuda = args.device.type == "cuda"
-    forms = {
-        "linear": Form(_fused if cuda else in_pytorch, cpp=linear_cpp_kernels.NAME),
-        "linear, in PyTorch": Form(in_pytorch, plain=True),
-        "linear, plain": Form(partial(_linear, plain_causal_linear_attention, args.chunk_size)),
-        "performer": Form(partial(_fused_performer, omega) if cuda else performer, cpp=favor_cpp_kernels.NAME),
-        "performer, in PyTorch": Form(performer, plain=True),
-        "performer, plain": Form(partial(_plain_performer, omega)),
-    }
-    for family in GATED:
-        gated, plain = (
-            partial(_gated, function, family, args.chunk_size)
-            for function in (gated_linear_attention, plain_gated_linear_attention)
-        )
-        forms[family] = Form(gated, cpp=gated_cpp_kernels.NAME)
-        if not cuda:  # there, without kernels, it is the plain form
-            forms[f"{family}, in PyTorch"] = Form(gated, plain=True)
-        forms[f"{family}, plain"] = Form(plain)
-    return forms | ({"softmax": Form(_softmax, same=False)} if cuda else {})
+    forms: dict[str, Form] = {}
+    for form in (None, "plain"):
+        functions = {
+            "linear": (partial(_linear, form, args.chunk_size), linear_cpp_kernels.NAME),
+            "performer": (partial(_performer, form, omega, args.chunk_size), favor_cpp_kernels.NAME),
+            **{f: (partial(_gated, form, f, args.chunk_size), gated_cpp_kernels.NAME) for f in GATED},
+        }
+        for name, (call, cpp) in functions.items():
+            forms[f"{name}, plain" if form else name] = Form(call, cpp=None if form else cpp)
+    return forms | ({"softmax": Form(_softmax, same=False)} if args.device.type == "cuda" else {})
 
 
-def _phi(x: Tensor) -> Tensor:
-    """Return the features of queries and keys, which are given on a CPU."""
-    return F.elu(x) + 1 if x.device.type == "cuda" else x
-
-
-def _linear(function: Callable[..., Any], chunk_size: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    y, *_ = function(_phi(q.float()), _phi(k.float()), v.float(), *_no_sums(k, v), chunk_size=chunk_size)
-    return y.to(v.dtype)
-
-
-def _fused(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    return elu_linear_attention(q, k, v, *_no_sums(k, v))[0]
+def _linear(form: Any, chunk_size: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    elu = q.device.type == "cuda"  # on a CPU features of queries and keys are given
+    return causal_linear_attention(q, k, v, *_no_sums(k, v), elu=elu, chunk_size=chunk_size, form=form)[0]
 
 
 def _no_sums(k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
@@ -134,20 +108,8 @@ def _no_sums(k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     return k.new_zeros(b, h, f, v.size(3), dtype=torch.float32), k.new_zeros(b, h, f, dtype=torch.float32)
 
 
-def _performer(omega: Tensor, chunk_size: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    q, k, values = q.float(), k.float(), v.float()
-    offset = log_offset(k, omega.size(1))
-    return causal_favor(q, k, values, omega, offset, *_no_features(omega, v), chunk_size=chunk_size)[0].to(v.dtype)
-
-
-def _fused_performer(omega: Tensor, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    return positive_favor(q, k, v, omega, *_no_features(omega, v), scale=1.0)[0]
-
-
-def _plain_performer(omega: Tensor, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    q, k = q.float(), k.float()
-    log_k = k @ omega.mT + log_offset(k, omega.size(1))[..., None]
-    return plain_causal_favor(q @ omega.mT, log_k, v.float(), *_no_features(omega, v))[0].to(v.dtype)
+def _performer(form: Any, omega: Tensor, chunk_size: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return positive_favor(q, k, v, omega, *_no_features(omega, v), chunk_size=chunk_size, form=form)[0]
 
 
 def _no_features(omega: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -155,12 +117,9 @@ def _no_features(omega: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return s, s[..., 0].clone(), torch.full_like(s[..., 0], -torch.inf)
 
 
-def _gated(
-    function: Callable[..., Any], family: str, chunk_size: int, q: Tensor, k: Tensor, v: Tensor, *gates: Tensor
-) -> Tensor:
+def _gated(form: Any, family: str, chunk_size: int, q: Tensor, k: Tensor, v: Tensor, *gates: Tensor) -> Tensor:
     given = dict(zip(GATED[family], gates, strict=True))
-    y, _ = function(q, k, v.float(), _no_sums(k, v)[0], **given, chunk_size=chunk_size)
-    return y.to(v.dtype)
+    return gated_linear_attention(q, k, v, _no_sums(k, v)[0], **given, chunk_size=chunk_size, form=form)[0]
 
 
 def _softmax(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -236,8 +195,7 @@ def _rows(n: int, forms: Mapping[str, Form], args: argparse.Namespace) -> list[R
     inputs = {name: _inputs(n, args, _family(name)) for name in forms}
 
     def call_of(name: str, one_pass: Callable[..., Any]) -> Callable[[], Any]:
-        call = partial(one_pass, forms[name], inputs[name])
-        return _in_pytorch(call) if forms[name].plain else call
+        return partial(one_pass, forms[name], inputs[name])
 
     exact = {
         _family(name): _both_ways(forms[name], [t.detach().float().requires_grad_() for t in inputs[name]])
@@ -296,16 +254,6 @@ def _inputs(n: int, args: argparse.Namespace, family: str) -> list[Tensor]:
     return [(t.transpose(1, 2) if cuda else t).requires_grad_() for t in numbers]
 
 
-def _in_pytorch(call: Callable[[], Any]) -> Callable[[], Any]:
-    """Return a call that uses no kernels."""
-
-    def forced() -> Any:
-        with mock.patch.dict(os.environ, {KERNELS: "plain"}):
-            return call()
-
-    return forced
-
-
 def _forward(form: Form, inputs: list[Tensor]) -> None:
     with torch.no_grad():
         form.call(*inputs)
@@ -323,12 +271,11 @@ PASSES: dict[str, Callable[[Form, list[Tensor]], Any]] = {"forward": _forward, "
 def _at_its_chunk_size(
     name: str, form: Form, one_pass: Callable[..., Any], inputs: list[Tensor], args: argparse.Namespace
 ) -> Callable[[], Any]:
-    """Return the call whose products are recorded: in PyTorch, with the chunk size of the kernel in C++, if any."""
+    """Return the call whose products are recorded: plain, with the chunk size of the kernel in C++, if any."""
     if form.cpp is not None and cpp_build.obstacle(form.cpp) is None:
         chunk = cpp_build.library(form.cpp).positions_of_a_chunk()
-        form = _forms(argparse.Namespace(**{**vars(args), "chunk_size": chunk}))[f"{name}, in PyTorch"]
-    call = partial(one_pass, form, inputs)
-    return call if name.endswith("plain") else _in_pytorch(call)
+        form = _forms(argparse.Namespace(**{**vars(args), "chunk_size": chunk}))[f"{name}, plain"]
+    return partial(one_pass, form, inputs)
 
 
 class Products(TorchDispatchMode):
@@ -377,12 +324,5 @@ PRODUCTS = (torch.ops.aten.bmm.default, torch.ops.aten.baddbmm.default, torch.op
 GATED = {"decay": ("log_decay",), "delta": ("beta",), "gated delta": ("log_decay", "beta")}
 """The functions of `gated_linear_attention`, and the options that they have."""
 
-OURS = (
-    "linear",
-    "linear, in PyTorch",
-    "linear, plain",
-    "performer",
-    "performer, in PyTorch",
-    *(name for family in GATED for name in (family, f"{family}, in PyTorch")),
-)
+OURS = tuple(f"{name}{form}" for name in ("linear", "performer", *GATED) for form in ("", ", plain"))
 """Forms whose matrix products are known."""

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lit_effattn.hparams import HasInitArgs
+from lit_effattn.ops.linear.pytorch import elu_features
 
 
 class FeatureMap(HasInitArgs, nn.Module, ABC):
@@ -47,28 +47,7 @@ class EluFeatureMap(FeatureMap):
 
     def forward(self, x: Tensor) -> Tensor:
         """Map `x`."""
-        phi: Tensor = _Elu.apply(x)
-        return phi
-
-
-class _Elu(torch.autograd.Function):
-    """elu(x) + 1, whose derivative min(φ, 1) is computed from φ alone, which attention saves anyway.
-
-    F.elu(x) + 1 is 0 in float32 for x ≤ −17, and saves x as well.
-    """
-
-    @staticmethod
-    def forward(x: Tensor) -> Tensor:
-        return x.clamp(max=0).exp_().add_(F.relu(x))
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Tensor], output: Tensor) -> None:
-        ctx.save_for_backward(output)
-
-    @staticmethod
-    def backward(ctx: Any, g: Tensor) -> Tensor:
-        (phi,) = ctx.saved_tensors
-        return g * phi.clamp(max=1)
+        return elu_features(x)
 
 
 class ReluFeatureMap(FeatureMap):

@@ -11,7 +11,6 @@ from torch import Tensor
 from lit_effattn.attention.base import Attention
 from lit_effattn.attention.feature_maps import EluFeatureMap, FeatureMap
 from lit_effattn.checks import at_least
-from lit_effattn.ops.linear.dispatch import elu_linear_attention, use_kernels
 from lit_effattn.ops.linear.pytorch import (
     causal_linear_attention,
     key_sums,
@@ -84,12 +83,10 @@ class LinearAttention(Attention):
                 y, s, z = linear_attention_step(
                     *self._features(q, k, lengths), v.to(full), s, z, eps=eps, in_place=may_overwrite()
                 )
-            elif use_kernels(q, v, elu=type(self.feature_map) is EluFeatureMap):
-                y, s, z = elu_linear_attention(q, k, v, s, z, lengths, eps=eps)
             else:
-                y, s, z = causal_linear_attention(
-                    *self._features(q, k, lengths), v.to(full), s, z, chunk_size=self.chunk_size, eps=eps
-                )
+                elu = type(self.feature_map) is EluFeatureMap  # the kernels compute it
+                q, k = (q, k) if elu else self._features(q, k, lengths)
+                y, s, z = causal_linear_attention(q, k, v, s, z, lengths, elu=elu, chunk_size=self.chunk_size, eps=eps)
             return y.to(v.dtype), LinearState(s, z, state.length + (n if lengths is None else lengths))
 
     def _features(self, q: Tensor, k: Tensor, lengths: Tensor | None) -> tuple[Tensor, Tensor]:

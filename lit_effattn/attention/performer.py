@@ -9,20 +9,8 @@ from torch import Tensor
 
 from lit_effattn.attention.base import Attention
 from lit_effattn.attention.random_features import NOTHING_SEEN, Features, FeatureSums, RandomFeatures
-from lit_effattn.ops.favor.dispatch import positive_favor, use_kernels
-from lit_effattn.ops.favor.pytorch import (
-    Norms,
-    causal_favor,
-    favor_step,
-    log_offset,
-    log_products,
-    plain_causal_favor,
-)
-from lit_effattn.ops.linear.pytorch import (
-    causal_linear_attention,
-    linear_attention_step,
-    linear_attention_weights,
-)
+from lit_effattn.ops.favor.pytorch import Norms, causal_favor, favor_step, log_products, positive_favor
+from lit_effattn.ops.linear.pytorch import causal_linear_attention, linear_attention_step, linear_attention_weights
 from lit_effattn.sequence import accumulator, may_overwrite, reads_values, valid_lengths, valid_positions
 
 
@@ -64,7 +52,7 @@ class PerformerAttention(Attention):
     of `SoftmaxAttention`, so a model trained with it can continue with this kind. The estimate of each exponential is
     unbiased, that of their ratio is not quite. Positive and hyperbolic features are summed in log space with a running
     maximum per feature, which is exact and finite for all norms: see `ops.favor.pytorch.causal_favor`, and
-    `ops.favor.dispatch` for the kernels of causal attention. Trigonometric features are included for comparison: they
+    `positive_favor` for the kernels of causal attention. Trigonometric features are included for comparison: they
     may be negative, so a denominator may be near 0 or change sign, and exp(‖k̃‖²/2) may overflow.
 
     The authors' code adds `eps` to positive features that were scaled by their maxima, which is another function:
@@ -97,7 +85,7 @@ class PerformerAttention(Attention):
             (TensorFlow). For ReLU features their JAX code has relu(ωᵀx) + 10⁻³, which is the default here, and their
             TensorFlow code relu(F^(−½) ωᵀx) + 10⁻³, which is 10⁻³ √F here. performer-pytorch has
             relu(D^(−¼) ωᵀx) + 10⁻³, which is 10⁻³ D^(¼). Above 0 for positive features, no kernel is used: causal
-            attention is `ops.favor.pytorch.plain_causal_favor`, slower and with more memory.
+            attention is `ops.favor.pytorch.causal_favor`, slower and with more memory.
     """
 
     takes_parts = True
@@ -141,10 +129,11 @@ class PerformerAttention(Attention):
                 if n == 1:
                     y, s, z, m = favor_step(log_q, log_k, v.to(full), *sums, in_place=may_overwrite())
                 else:
-                    y, s, z, m = plain_causal_favor(log_q, log_k, v.to(full), *sums, chunk_size=self.chunk_size)
+                    y, s, z, m = causal_favor(log_q, log_k, v.to(full), *sums, chunk_size=self.chunk_size)
                 state = state._replace(top=top)
-            elif phi.in_log_space and n > 1 and use_kernels(q, v, phi.n_features):
-                y, s, z, m = positive_favor(q, k, v, phi.directions(full), *sums, lengths, scale=self.head_dim**-0.25)
+            elif phi.in_log_space and n > 1:
+                scale, omega = self.head_dim**-0.25, phi.directions(full)
+                y, s, z, m = positive_favor(q, k, v, omega, *sums, lengths, scale=scale, chunk_size=self.chunk_size)
             else:
                 y, s, z, m = self._sum(q.to(full), k.to(full), v.to(full), valid, *sums)
             length = state.length + (n if lengths is None else lengths)
@@ -168,17 +157,10 @@ class PerformerAttention(Attention):
     def _sum(
         self, q: Tensor, k: Tensor, v: Tensor, valid: Tensor | None, s: Tensor, z: Tensor, m: Tensor
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Continue the sums over one or more positions."""
-        phi = self.feature_map
-        if phi.in_log_space:
-            if q.size(2) == 1:
-                return favor_step(*self._features(q, k, valid), v, s, z, m, in_place=may_overwrite())
-            q, k, omega = phi.scaled(q), phi.scaled(k), phi.directions(q.dtype)
-            offset = log_offset(k, phi.n_features)  # (B, H, N)
-            if valid is not None:
-                offset = offset.masked_fill(~valid, -torch.inf)
-            return causal_favor(q, k, v, omega, offset, s, z, m, chunk_size=self.chunk_size)
+        """Continue the sums over one position, or of features that are not in log space."""
         features = self._features(q, k, valid)
+        if self.feature_map.in_log_space:
+            return favor_step(*features, v, s, z, m, in_place=may_overwrite())
         if q.size(2) == 1:
             return *linear_attention_step(*features, v, s, z, eps=NOTHING_SEEN, in_place=may_overwrite()), m
         return *causal_linear_attention(*features, v, s, z, eps=NOTHING_SEEN, chunk_size=self.chunk_size), m

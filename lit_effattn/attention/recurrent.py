@@ -188,7 +188,7 @@ class RecurrentAttention(Attention):
         if q.size(2) == 1:
             y, s = gated_linear_step(q, k, v, s, in_place=may_overwrite(), **options)
         else:
-            y, s = gated_linear_attention(q, k, v, s, chunk_size=self.chunk_size, **options)
+            y, s = gated_linear_attention(q, k, v, s, chunk_size=self.chunk_size, form=None, **options)
         return y, RecurrentState(s, state.recent, state.length + valid_lengths(lengths, q, 2))
 
     @torch.no_grad()

@@ -109,7 +109,7 @@ def _operator(name: str) -> Any:
 
 
 def _gated_linear(
-    q: Any, k: Any, v: Any, state: Any, log_decay: Any, beta: Any, lengths: Any, chunk_size: int
+    q: Any, k: Any, v: Any, state: Any, log_decay: Any, beta: Any, lengths: Any, chunk_size: int, form: str
 ) -> tuple[Any, Any]:
     """Translate `gated_linear_attention`."""
     import onnxscript

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from lit_effattn.ops.runtime.operators import keeps
+from lit_effattn.ops.runtime.selection import default_form
 
 
 def short_convolution(x: Tensor, recent: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -22,7 +22,7 @@ def short_convolution(x: Tensor, recent: Tensor, weight: Tensor, bias: Tensor | 
     Returns:
         y (B, N, C), and the newest K − 1 inputs (B, K − 1, C).
     """
-    if keeps():
+    if default_form(x.device) == "onnx":
         y, newest = torch.ops.lit_effattn.short_convolution(x, recent, weight, bias)
         return y, newest
     return _in_pytorch(x, recent, weight, bias)

@@ -60,40 +60,33 @@ def test_peers_are_compared_and_absent_ones_said(args, monkeypatch):
                 assert rows[title, form]["difference"] < 1e-5
 
 
-def test_products_are_all_that_a_pass_performs_recomputation_included():
-    """Multiplications by hand: the formulas of the forward and of the backward sweeps, chunk by chunk."""
+def test_products_are_all_that_a_pass_performs():
+    """Multiplications by hand: the formulas of the forward pass, twice as many in the backward pass."""
     f, d = 8, 4
     q, k, v = (torch.rand(1, H, N, width, requires_grad=True) for width in (f, f, d))
 
     def both_ways():
-        out = causal_linear_attention(q, k, v, torch.zeros(1, H, f, d), torch.zeros(1, H, f), chunk_size=C)[0]
+        sums = torch.zeros(1, H, f, d), torch.zeros(1, H, f)
+        out = causal_linear_attention(q, k, v, *sums, chunk_size=C, form="plain")[0]
         torch.autograd.grad(out.sum(), (q, k, v))
 
-    products = kernels.Products(kernels._in_pytorch(both_ways))
+    products = kernels.Products(both_ways)
     assert products.multiplications == multiplications(f, d, C)
     products()  # it runs
     assert len(products.operands) < len(products.calls)
 
 
-def multiplications(f: int, d: int, chunk: int, *, backward: bool = True) -> int:
-    """Of the formulas of the forward and of the backward sweeps, chunk by chunk."""
-    total = 0
-    for c in [chunk] * (N // chunk) + [N % chunk]:
-        total += c * c * f + c * c * d + 2 * c * f * d + c * f  # scores, times v, q S, kᵀv; q z
-        if backward:
-            total += 2 * c * f * d  # dq from S, S again
-            total += c * c * (f + d) + c * c * (2 * f + d) + 3 * c * f * d + c * f  # scores again, their gradients; …
-    return H * total
+def multiplications(f: int, d: int, chunk: int) -> int:
+    """Of scores, scores times v, q S, kᵀv, and q z, forward and backward; the last chunk is filled up."""
+    forward = chunk * chunk * (f + d) + 2 * chunk * f * d + chunk * f
+    return 3 * H * -(-N // chunk) * forward
 
 
 def test_the_products_of_the_delta_rule_are_recorded():
     f, d = 8, 4
     q, k, v = (torch.rand(1, H, N + 2, width) for width in (f, f, d))  # 72, whole chunks of 8
-
-    def forward():
-        gated_linear_attention(q, k, v, torch.zeros(1, H, f, d), beta=torch.rand(1, H, N + 2), chunk_size=C)
-
-    products = kernels.Products(kernels._in_pytorch(forward))
+    state, beta = torch.zeros(1, H, f, d), torch.rand(1, H, N + 2)
+    products = kernels.Products(lambda: gated_linear_attention(q, k, v, state, beta=beta, chunk_size=C, form="plain"))
     of_chunk = 2 * C * C * f + 2 * C * C * d + 3 * C * f * d  # A, P; the inverse and A times values; K S, Q S, Kᵀ U
     assert products.multiplications == H * (N + 2) // C * of_chunk
 
@@ -101,7 +94,7 @@ def test_the_products_of_the_delta_rule_are_recorded():
 @needs_kernels(kernels.linear_cpp_kernels)
 def test_the_products_of_a_kernel_are_those_at_its_chunk_size(args):
     inputs, forms = kernels._inputs(N, args, "linear"), kernels._forms(args)
-    for name, chunk in (("linear", 16), ("linear, in PyTorch", args.chunk_size)):
+    for name, chunk in (("linear", 16), ("linear, plain", args.chunk_size)):
         own = kernels._at_its_chunk_size(name, forms[name], kernels._both_ways, inputs, args)
         assert kernels.Products(own).multiplications == multiplications(8, 8, chunk)
 

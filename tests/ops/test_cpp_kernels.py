@@ -12,13 +12,10 @@ import torch
 from torch import Tensor
 
 from lit_effattn.attention import EluFeatureMap, LinearAttention, ReluFeatureMap
-from lit_effattn.ops.favor import dispatch as favor_dispatch
-from lit_effattn.ops.favor.pytorch import causal_favor, log_offset
 from lit_effattn.ops.gated_linear.pytorch import gated_linear_attention
-from lit_effattn.ops.linear.dispatch import elu_linear_attention, use_kernels
 from lit_effattn.ops.linear.pytorch import causal_linear_attention
 from lit_effattn.ops.runtime import cpp_build
-from lit_effattn.ops.runtime.selection import KERNELS
+from lit_effattn.ops.runtime.selection import KERNELS, choose_form
 from tests.support import gated_linear
 from tests.support.cpp_kernels import HAS, VECTORS, needs_kernels, use_vectors
 from tests.support.families import FAMILIES, FAVOR, GATED, LINEAR, Family, favor_inputs, linear_inputs
@@ -28,7 +25,6 @@ from tests.support.kernels import (
     assert_second_derivative_is_refused,
     check_operators,
     elu_features,
-    favor_definition,
     gradients,
     linear_definition,
 )
@@ -64,7 +60,7 @@ def test_linear_attention_equals_the_definition():
     """With any features, and with the feature map inside."""
     for n, f, d in ((1, 16, 16), (C - 1, 3, 5), (C, 64, 64), (C + 1, 2, 1), (2 * C, 33, 20), (3 * C + 5, 24, 160)):
         given = linear_inputs(n, f, d)
-        assert_alike(elu_linear_attention, LINEAR.definition, given)
+        assert_alike(LINEAR.function, LINEAR.definition, given)
         assert_alike(causal_linear_attention, linear_definition, positive(given))
 
 
@@ -217,10 +213,10 @@ def test_little_is_made_beside_outputs_and_gradients(family: Family):
 
 @each_family
 def test_the_operators_are_what_torch_expects(family: Family):
-    name, others, saved = family.operator(torch.tensor([5, 2]))
+    name, others, saved = family.operator(torch.tensor([5, 2]), "cpp")
     given = family.inputs(5)
     check_operators(name, (*given, *others), saved)
-    assert_second_derivative_is_refused(family.function, family.inputs(5), "plain_")
+    assert_second_derivative_is_refused(family.function, family.inputs(5), "form='plain' has one")
 
 
 # -------------------------------------------------------------------------------------------------- linear attention's
@@ -231,9 +227,9 @@ def test_the_feature_map_over_its_whole_range():
     x = torch.cat([torch.linspace(-100, 20, 997), torch.tensor([-torch.inf, -0.0, 0.0, 1e30])])
     k = x[None, None, None]  # one position, whose sum is φ(k)
     zero = torch.zeros_like(k)
-    _, _, z = elu_linear_attention(k, k, zero[..., :1], zero[0, ..., None], zero[0])
+    _, _, z = LINEAR.function(k, k, zero[..., :1], zero[0, ..., None], zero[0])
     torch.testing.assert_close(z.flatten().double(), elu_features(x.double()), rtol=4 * 2**-23, atol=2e-38)
-    _, _, z = elu_linear_attention(k * torch.nan, k * torch.nan, zero[..., :1], zero[0, ..., None], zero[0])
+    _, _, z = LINEAR.function(k * torch.nan, k * torch.nan, zero[..., :1], zero[0, ..., None], zero[0])
     assert z.isnan().all()
 
 
@@ -246,8 +242,8 @@ def test_eps_where_little_or_nothing_is_seen():
     for eps in (0, 0.5):
         assert_alike(partial(causal_linear_attention, eps=eps), partial(linear_definition, eps=eps), few)
         in_map = [q, few[1].detach().log().requires_grad_(), v, *sums]  # φ(log x) = x below 1
-        assert_alike(partial(elu_linear_attention, eps=eps), partial(LINEAR.definition, eps=eps), in_map)
-    out, *_ = elu_linear_attention(q, k, v, *sums, torch.tensor([0, 0]), eps=1e-30)
+        assert_alike(partial(LINEAR.function, eps=eps), partial(LINEAR.definition, eps=eps), in_map)
+    out, *_ = LINEAR.function(q, k, v, *sums, torch.tensor([0, 0]), eps=1e-30)
     assert not out.any()
     assert not any(g.any() for g in torch.autograd.grad(out, (q, k, v), torch.ones_like(out)))
 
@@ -273,22 +269,6 @@ def flags_of_memory(address: int) -> list[str]:
 
 
 # --------------------------------------------------------------------------------------------------------- Performer's
-
-
-@pytest.mark.usefixtures("vectors")
-def test_a_key_that_rises_at_any_place_of_a_chunk():
-    def with_offset(q, k, v, omega, s, z, offset, m):
-        return causal_favor(q, k, v, omega, offset, s, z, m)
-
-    def of_offset(q, k, v, omega, s, z, offset, m):
-        valid = torch.ones(B, 1, k.size(2), dtype=torch.bool)
-        return favor_definition(q @ omega.mT, k @ omega.mT + offset[..., None], v, s, z, m, valid)
-
-    for at in (1, 7, C - 1, C, C + 1):
-        *tensors, m = favor_inputs(2 * C)
-        offset = torch.randn(B, H, 2 * C) + 100 * (torch.arange(2 * C) == at)
-        # Exponents of 100 have a rounding error of 100.
-        assert_alike(with_offset, of_offset, [*tensors, offset.requires_grad_(), m], magnified=10)
 
 
 def loud(n: int, first: int, last: int, by: float = 12.0) -> Tensor:
@@ -318,18 +298,6 @@ def test_keys_that_rise_far():
     assert_alike(FAVOR.function, FAVOR.definition, given, magnified=100)
 
 
-def test_missing_keys_may_stand_anywhere():
-    q, k, v, omega, s, z, m = (t.detach() for t in favor_inputs(3 * C, seen=False))
-    offset = log_offset(k, omega.size(1)) - 300
-    valid = torch.ones(B, 1, 3 * C, dtype=torch.bool)
-    valid[:, :, [0, 1, 4, C, C + 1, 2 * C - 1]] = False
-    out, *sums = causal_favor(q, k, v, omega, offset.masked_fill(~valid, -torch.inf), s, z, m)
-    assert (out[:, :, :2] == 0).all()
-    exact = [t.double() for t in (q @ omega.mT, k @ omega.mT + offset[..., None], v, s, z, m)]
-    for a, b in zip((out, *sums), favor_definition(*exact, valid), strict=True):
-        assert (a - b).norm() <= 300 * 8 * 2**-23 * b.norm()  # exponents near −300 have such an error
-
-
 def test_no_output_depends_on_what_comes_after_however_far_it_rises():
     n = 3 * C
     q, k, v, *others = (t.detach() for t in with_loud_keys(n, loud(n, 0, C + 2), seen=False))
@@ -347,70 +315,60 @@ def test_no_output_depends_on_what_comes_after_however_far_it_rises():
 
 def test_chosen_on_the_cpu(monkeypatch: pytest.MonkeyPatch):
     single, double = torch.zeros(1, 1, 1, 300), torch.zeros(1, 1, 1, 300, dtype=torch.float64)
+
+    def chosen(*tensors: Tensor, form: Any = None) -> str:
+        return choose_form(form, "attention", "linear", *tensors, width=300)
+
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert use_kernels(single, single, elu=True)
-        assert use_kernels(single.bfloat16(), single.bfloat16(), elu=True)
-        assert favor_dispatch.use_kernels(single, single, 8)
-        assert not use_kernels(single, single, elu=False)  # `causal_linear_attention` has its own
-        assert not use_kernels(double, double, elu=True)  # and is silent
-        assert not favor_dispatch.use_kernels(double, double, 8)
-        assert not use_kernels(single.to("meta"), single.to("meta"), elu=True)
+        assert chosen(single, single) == chosen(single.bfloat16(), single) == "cpp"
+        assert chosen(single, double) == "plain"  # in silence
+        assert chosen(single.to("meta")) == "plain"
+        assert chosen(single, form="plain") == "plain"
         monkeypatch.setenv(KERNELS, "plain")
-        assert not use_kernels(single, single, elu=True)
-        assert not favor_dispatch.use_kernels(single, single, 8)
-    monkeypatch.setenv(KERNELS, "c++")
-    assert use_kernels(single, single, elu=True)
-    with pytest.raises(ValueError, match=r"=c\+\+, but .* of linear attention can't be used: torch.float64"):
-        use_kernels(double, double, elu=True)
+        assert chosen(single) == "plain"
+        assert chosen(single, form="cpp") == "cpp"
+    with pytest.raises(ValueError, match=r"form=cpp, but .* of attention can't be used: torch.float64"):
+        chosen(double, form="cpp")
+    monkeypatch.setenv(KERNELS, "cpp")
+    assert chosen(single) == "cpp"
+    with pytest.raises(ValueError, match=r"=cpp, but .* of attention can't be used: torch.float64"):
+        chosen(double)
     with pytest.raises(ValueError, match="the tensors are on meta; they are for the CPU"):
-        use_kernels(single.to("meta"), single.to("meta"), elu=True)
-
-
-def called(family: Family) -> tuple[Any, list[Tensor]]:
-    """The function that uses the kernels of float32 by itself, and its arguments."""
-    q, k, v, *others = family.inputs(40)
-    if family is LINEAR:
-        return causal_linear_attention, positive([q, k, v, *others])
-    if family is GATED:
-        return family.function, [q, k, v, *others]
-    offset = log_offset(k, others[0].size(1)).detach()
-    return causal_favor, [q, k, v, others[0], offset, *others[1:]]
+        chosen(single.to("meta"))
 
 
 @each_family
 def test_without_a_compiler_the_plain_form_is_used_and_said_once(family: Family, monkeypatch: pytest.MonkeyPatch):
-    function, given = called(family)
-    exact = function(*(t.detach().double() for t in given))[0]
+    given = family.inputs(40)
+    exact = family.function(*(t.detach().double() for t in given))[0]
     monkeypatch.setattr(cpp_build, "obstacle", lambda name: "there is no C++ compiler")
     monkeypatch.setattr(family.cpp, "forward", None)
     with pytest.warns(UserWarning, match=r"slower than its kernels.*there is no C\+\+ compiler.*=plain"):
-        found = function(*given)[0]
+        found = family.function(*given)[0]
     assert (found - exact).norm() < 1e-5 * exact.norm()
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        function(*given)
-    monkeypatch.setenv(KERNELS, "c++")
+        family.function(*given)
+    monkeypatch.setenv(KERNELS, "cpp")
     with pytest.raises(ValueError, match="there is no C"):
-        function(*given)
+        family.function(*given)
 
 
 @each_family
-@pytest.mark.parametrize("form", ["plain", "c++"])
+@pytest.mark.parametrize("form", ["plain", "cpp"])
 def test_forms_are_forced(family: Family, form: str, monkeypatch: pytest.MonkeyPatch):
     calls = []
     for name in ("forward", "backward"):
         right = getattr(family.cpp, name)
-        monkeypatch.setattr(
-            family.cpp, name, lambda *a, name=name, right=right, **o: calls.append(name) or right(*a, **o)
-        )
+        monkeypatch.setattr(family.cpp, name, lambda *a, name=name, right=right: calls.append(name) or right(*a))
     monkeypatch.setenv(KERNELS, form)
-    function, given = called(family)
-    function(*given)[0].sum().backward()
+    given = family.inputs(40)
+    family.function(*given)[0].sum().backward()
     assert calls == ([] if form == "plain" else ["forward", "backward"])
-    if form == "c++" and family is GATED:
+    if form == "cpp":
         with pytest.raises(ValueError, match=r"torch\.float64 is not one of their types"):
-            function(*(t.detach().double() for t in given))
+            family.function(*(t.detach().double() for t in given))
 
 
 @each_family
@@ -418,18 +376,16 @@ def test_the_attention_is_the_same_through_them(family: Family, monkeypatch: pyt
     forward = family.cpp.forward
     for make in family.attentions:
         calls: list[Any] = []
-        monkeypatch.setattr(family.cpp, "forward", lambda *a, calls=calls, **o: calls.append(o) or forward(*a, **o))
-        assert_same_through("c++", make(8, 2), 40, calls, monkeypatch)
+        monkeypatch.setattr(family.cpp, "forward", lambda *a, calls=calls: calls.append(a) or forward(*a))
+        assert_same_through("cpp", make(8, 2), 40, calls, monkeypatch)
 
 
 def test_only_elu_features_are_computed_inside(monkeypatch: pytest.MonkeyPatch):
     forward = LINEAR.cpp.forward
     for feature_map in (EluFeatureMap, ReluFeatureMap):
         calls: list[bool] = []
-        monkeypatch.setattr(
-            LINEAR.cpp, "forward", lambda *a, elu, calls=calls, **o: calls.append(elu) or forward(*a, elu=elu, **o)
-        )
-        assert_same_through("c++", LinearAttention(8, 2, feature_map=feature_map), 40, calls, monkeypatch)
+        monkeypatch.setattr(LINEAR.cpp, "forward", lambda *a, calls=calls: calls.append(a[-2]) or forward(*a))
+        assert_same_through("cpp", LinearAttention(8, 2, feature_map=feature_map), 40, calls, monkeypatch)
         assert calls == [feature_map is EluFeatureMap] * 2
 
 

@@ -6,6 +6,7 @@ Interpreted, each chunk of each head takes some hundredths of a second: so few h
 import os
 import re
 import warnings
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,19 +14,20 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
+from torch._subclasses import FakeTensorMode
 
 from lit_effattn.attention import LinearAttention, ReluFeatureMap
-from lit_effattn.ops.favor import dispatch as favor_dispatch
-from lit_effattn.ops.favor.dispatch import positive_favor
+from lit_effattn.ops.favor import pytorch as favor_pytorch
+from lit_effattn.ops.favor.pytorch import positive_favor
+from lit_effattn.ops.gated_linear import fla
 from lit_effattn.ops.gated_linear import pytorch as gated_pytorch
 from lit_effattn.ops.gated_linear.pytorch import gated_linear_attention
-from lit_effattn.ops.linear import dispatch as linear_dispatch
-from lit_effattn.ops.linear.dispatch import elu_linear_attention
+from lit_effattn.ops.linear import pytorch as linear_pytorch
 from lit_effattn.ops.runtime import selection
 from lit_effattn.ops.runtime.selection import KERNELS
 from tests.support import gated_linear, kernels
 from tests.support.families import FAMILIES, FAVOR, GATED, LINEAR, Family, favor_inputs, gated_inputs, linear_inputs
-from tests.support.kernels import Tensors, gradients, positive_definition
+from tests.support.kernels import gradients, positive_definition
 from tests.support.rounding import rounding
 
 pytest.importorskip("triton")
@@ -40,12 +42,11 @@ GPU = torch.cuda.is_available()
 DEVICE = "cuda" if GPU else "cpu"
 C, BF = favor_triton.CHUNK, favor_triton.FEATURES
 B, H = 2, 1
-DISPATCH: dict[str, tuple[Any, Any]] = {
-    "linear": (linear_triton, linear_dispatch),
-    "favor": (favor_triton, favor_dispatch),
+MODULES: dict[str, tuple[Any, Any]] = {
+    "linear": (linear_triton, linear_pytorch),
+    "favor": (favor_triton, favor_pytorch),
     "gated_linear": (gated_triton, gated_pytorch),
 }
-TRIALS = {name: dispatch._failure for name, (_, dispatch) in DISPATCH.items()}
 SIZES: dict[str, dict[str, int]] = {"linear": {}, "favor": {"e": 16, "f": BF + 8, "d": 8}, "gated_linear": {}}
 
 pytestmark = [
@@ -62,9 +63,7 @@ on_gpu = [pytest.mark.skipif(not GPU, reason="no GPU: the interpreter would take
 
 @pytest.fixture(autouse=True)
 def _asked_for(in_triton, monkeypatch: pytest.MonkeyPatch):
-    """Use them without a trial. The interpreter would multiply the bits of bfloat16 as if they were integers."""
-    for _, dispatch in DISPATCH.values():
-        monkeypatch.setattr(dispatch, "_failure", lambda *of: None)
+    """Mend the interpreter, which would multiply the bits of bfloat16 as if they were integers."""
     right = interpreter.InterpreterBuilder.create_dot
     monkeypatch.setattr(
         interpreter.InterpreterBuilder,
@@ -174,7 +173,7 @@ def test_padding_is_nothing(family: Family, cut):
 
 def test_a_row_that_has_seen_nothing_is_zero():
     q, k, v, s, z = inputs(LINEAR, 5)
-    found = elu_linear_attention(q, k, v, torch.zeros_like(s), torch.zeros_like(z), lengths_of(0, 5))
+    found = LINEAR.function(q, k, v, torch.zeros_like(s), torch.zeros_like(z), lengths_of(0, 5))
     assert (found[0][0] == 0).all()
     assert all(t.isfinite().all() for t in gradients(found, (q, k, v)))
     assert_defined(LINEAR, [q, k, v, s, z], eps=3.0)
@@ -270,7 +269,7 @@ def test_compiled_without_a_break(family: Family, cut):
     expected, found = (f(*arguments) for f in (doubled, torch.compile(doubled, fullgraph=True, backend="aot_eager")))
     for a, b in zip([*found, *gradients(found, arguments)], [*expected, *gradients(expected, arguments)], strict=True):
         assert torch.equal(a, b)
-    name, others, saved = family.operator(arguments[-1])
+    name, others, saved = family.operator(arguments[-1], "triton")
     kernels.check_operators(name, (*arguments[:-1], *others), saved)
 
 
@@ -284,7 +283,7 @@ def test_what_is_not_a_number_is_not_hidden():
     for i in range(3):
         tensors = [t.detach().clone() for t in inputs(LINEAR, 4)]
         tensors[i][0, 0, 1, 3] = torch.nan
-        out = elu_linear_attention(*tensors)[0]
+        out = LINEAR.function(*tensors)[0]
         assert out[0, 0, 1:].isnan().any(-1).all() if i else out[0, 0, 1].isnan().all()
         assert out[1].isfinite().all()
 
@@ -351,35 +350,27 @@ def test_equal_keys_under_the_delta_rule(strength: float):
 
 def test_what_they_can_not_take_is_refused():
     f = BF + 8
-    refused: list[tuple[Any, Any, dict[str, Tensor], str]] = [
-        (
-            elu_linear_attention,
-            dict(zip("qkvsz", inputs(LINEAR, 5, f=16, d=16), strict=True)),
-            changed,
-            words,
-        )
+    of_linear = dict(zip("qkvsz", inputs(LINEAR, 5, f=16, d=16), strict=True))
+    of_favor = dict(zip(("q", "k", "v", "omega", "s", "z", "m"), inputs(FAVOR, 5), strict=True))
+    refused: list[tuple[Any, dict[str, Tensor], dict[str, Tensor], str]] = [
+        (LINEAR.function, of_linear, changed, words)
         for changed, words in (
             ({"k": torch.zeros(2, 1, 4, 16)}, "k has shape (2, 1, 4, 16); with q of (2, 1, 5, 16) it should be (2, 1,"),
             ({"s": torch.zeros(2, 1, 16, 8)}, "s has shape (2, 1, 16, 8)"),
             ({"lengths": torch.tensor([5])}, "lengths has shape (1,)"),
-            ({"z": torch.zeros(2, 1, 16).double()}, "z is torch.float64; sums must be torch.float32: z.float()"),
-            ({"q": torch.zeros(2, 1, 5, 16).double()}, "q is torch.float64; expected bfloat16, float16 or"),
-            ({"v": torch.zeros(2, 1, 5, 129), "s": torch.zeros(2, 1, 16, 129)}, "v is torch.float32 of width 129"),
+            ({"z": torch.zeros(2, 1, 16).double()}, "torch.float64 is not one of their types"),
+            ({"v": torch.zeros(2, 1, 5, 129), "s": torch.zeros(2, 1, 16, 129)}, "heads of width 129 are wider"),
         )
     ]
-    names = ("q", "k", "v", "omega", "s", "z", "m")
     refused += [
-        (positive_favor, dict(zip(names, inputs(FAVOR, 5), strict=True)), changed, words)
+        (positive_favor, of_favor, changed, words)
         for changed, words in (
             ({"k": torch.zeros(2, 1, 4, 16)}, "k has shape (2, 1, 4, 16); with q of (2, 1, 5, 16) it should be (2, 1,"),
             ({"omega": torch.zeros(2, f, 16)}, f"omega has shape (2, {f}, 16)"),
             ({"m": torch.zeros(2, 1, 3)}, "m has shape (2, 1, 3)"),
             ({"lengths": torch.tensor([5])}, "lengths has shape (1,)"),
-            ({"m": torch.zeros(2, 1, f).double()}, "m is torch.float64; sums must be torch.float32: m.float()"),
-            (
-                {"v": torch.zeros(2, 1, 5, 65), "s": torch.zeros(2, 1, f, 65)},
-                "v is torch.float32 of width 65; expected at most 64: `causal_favor`",
-            ),
+            ({"m": torch.zeros(2, 1, f).double()}, "torch.float64 is not one of their types"),
+            ({"v": torch.zeros(2, 1, 5, 65), "s": torch.zeros(2, 1, f, 65)}, "heads of width 65 in torch.float32"),
             ({"omega": torch.zeros(1, f, 16).requires_grad_()}, "positive_favor does not compute; pass omega.detach()"),
         )
     ]
@@ -434,7 +425,7 @@ def test_long_sequences_on_the_gpu(dtype: torch.dtype, precision: str, width: in
     try:
         given = linear_inputs(4096, width, width, h=2, dtype=dtype, device=DEVICE)  # the definition makes N × N
         assert_repeatable(LINEAR, given, lengths_of(4096, 2500), rtol)
-        if dtype != torch.float32 or width <= favor_dispatch._WIDEST_IN_FULL:
+        if dtype != torch.float32 or width <= favor_pytorch._WIDEST_IN_FULL:
             loud = louder(1500, 0, 700, 8.0)  # the definition makes N × N × F
             given = favor_inputs(1500, width, 72, width, dtype=dtype, device=DEVICE, louder=loud)
             assert_repeatable(FAVOR, given, lengths_of(1500, 1000), rtol)
@@ -446,7 +437,7 @@ def test_long_sequences_on_the_gpu(dtype: torch.dtype, precision: str, width: in
                 [*results, *gradients(results, given)]
                 for function in (
                     gated_linear_attention,
-                    gated_pytorch.plain_gated_linear_attention,
+                    partial(gated_linear_attention, form="plain"),
                     gated_linear_attention,
                 )
                 for given in [[t.detach().requires_grad_() for t in tensors]]
@@ -468,14 +459,15 @@ def assert_repeatable(family: Family, given: list[Tensor], lengths: Tensor, rtol
 # ------------------------------------------------------------------------------------------------------- the selection
 
 
-def used(family: Family, q: Any = None, v: Any = None, elu: bool = True, state: torch.dtype = torch.float32) -> bool:
-    q = Tensors() if q is None else q
-    v = Tensors(q.device.type) if v is None else v
-    if family is GATED:
-        return gated_pytorch.use_kernels(q, q, v, Tensors(q.device.type, dtype=state))
-    if family is FAVOR:
-        return favor_dispatch.use_kernels(q, v, 256)
-    return linear_dispatch.use_kernels(q, v, elu=elu)
+def used(family: Family, device: str = "cuda", **options: Any) -> bool:
+    """Return whether the operation chooses Triton for tensors on a GPU that may not exist."""
+    module, chosen = MODULES[family.name][1], []
+    sizes = dict.fromkeys(SIZES[family.name], 16) | {"dtype": torch.bfloat16} | options
+    with pytest.MonkeyPatch.context() as patch, FakeTensorMode():
+        patch.setattr(module, "choose_form", lambda *a, **o: chosen.append(selection.choose_form(*a, **o)) or "plain")
+        patch.setattr(fla, "use", lambda *a, **o: False)
+        family.function(*(t.detach().to(device) for t in family.inputs(2, **sizes)))
+    return chosen == ["triton"]
 
 
 @each_family
@@ -484,22 +476,21 @@ def test_chosen_on_cuda(family: Family, capability, monkeypatch: pytest.MonkeyPa
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         for dtype in (torch.float16, torch.bfloat16, torch.float32):
-            assert used(family, Tensors(dtype=dtype))
-        assert used(family, Tensors(width=128))
-        assert not used(family, Tensors("mps"))
+            assert used(family, dtype=dtype)
+        assert used(family, d=128)
+        assert not used(family, "meta")
         monkeypatch.setenv(KERNELS, "plain")
         assert not used(family)
 
 
 REASONS = [
-    (LINEAR, {"elu": False}, (9, 0), "feature map is elu"),
-    (LINEAR, {"v": Tensors(dtype=torch.float64)}, (9, 0), "torch.float64 is not one of their types"),
-    (LINEAR, {"q": Tensors(width=129)}, (9, 0), "heads of width 129"),
-    (LINEAR, {"v": Tensors(width=256)}, (9, 0), "heads of width 256"),
+    (LINEAR, {"dtype": torch.float64}, (9, 0), "torch.float64 is not one of their types"),
+    (LINEAR, {"f": 129}, (9, 0), "heads of width 129"),
+    (LINEAR, {"d": 256}, (9, 0), "heads of width 256"),
     (LINEAR, {}, (7, 5), "GPU of old is older than compute capability 8.0"),
-    (FAVOR, {"q": Tensors(width=65, dtype=torch.float32)}, (9, 0), "width 65 in torch.float32 are wider than"),
-    (GATED, {"state": torch.float64}, (9, 0), "torch.float64 is not one of their types"),
-    (GATED, {"q": Tensors(width=129)}, (9, 0), "heads of width 129"),
+    (FAVOR, {"e": 65, "dtype": torch.float32}, (9, 0), "width 65 in torch.float32 are wider than"),
+    (GATED, {"dtype": torch.float64}, (9, 0), "torch.float64 is not one of their types"),
+    (GATED, {"d": 129}, (9, 0), "heads of width 129"),
     (GATED, {}, (7, 5), "GPU of old is older than compute capability 8.0"),
 ]
 
@@ -529,54 +520,34 @@ def test_what_is_forced(family: Family, capability, monkeypatch: pytest.MonkeyPa
     monkeypatch.setenv(KERNELS, "triton")
     assert used(family)
     monkeypatch.setenv("TRITON_INTERPRET", "1")
-    assert used(family, Tensors("cpu"))
+    assert used(family, "cpu")
     monkeypatch.delenv("TRITON_INTERPRET")
     with pytest.raises(ValueError, match=r"the tensors are on cpu.*TRITON_INTERPRET=1"):
-        used(family, Tensors("cpu"))
+        used(family, "cpu")
     monkeypatch.setattr(selection, "find_spec", lambda name: None)
     with pytest.raises(ValueError, match="pip install triton"):
         used(family)
-    monkeypatch.setenv(KERNELS, "c++")
+    monkeypatch.setenv(KERNELS, "cpp")
     with pytest.raises(ValueError, match=r"the tensors are on cuda; they are for the CPU"):
         used(family)
     monkeypatch.setenv(KERNELS, "cuda")
-    with pytest.raises(ValueError, match=f"{KERNELS}='cuda' in the environment is not one of plain, triton, c"):
+    with pytest.raises(ValueError, match=f"{KERNELS}='cuda' in the environment is not one of plain, triton, fla, cpp"):
         used(family)
-
-
-@each_family
-def test_what_fails_its_trial_is_not_used(family: Family, capability, monkeypatch: pytest.MonkeyPatch):
-    capability(9, 0)
-    monkeypatch.setattr(DISPATCH[family.name][1], "_failure", lambda *of: "they fail")
-    with pytest.warns(UserWarning, match="can't be used: they fail"):
-        assert not used(family)
-    monkeypatch.setenv(KERNELS, "triton")  # by who knows better, to see the error
-    assert used(family)
-
-
-@each_family
-@pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.exhaustive)])
-def test_a_trial_shows_what_is_wrong(family: Family, dtype: torch.dtype, cut, monkeypatch: pytest.MonkeyPatch):
-    arguments = (torch.device(DEVICE), dtype, 16) + ((24,) if family is FAVOR else ())
-    trial = TRIALS[family.name]
-    if family is FAVOR and dtype == torch.bfloat16:
-        trial.cache_clear()
-        with torch.inference_mode():
-            assert trial(*arguments) is None
-    else:
-        kernels.assert_trial_finds_faults(trial, DISPATCH[family.name][0], C, arguments, monkeypatch)
 
 
 @each_family
 def test_the_attention_is_the_same_through_them(family: Family, monkeypatch: pytest.MonkeyPatch):
-    module = DISPATCH[family.name][0]
+    module = MODULES[family.name][0]
     forward = module.forward
     for make in family.attentions:
         called: list[Any] = []
         monkeypatch.setattr(module, "forward", lambda *a, called=called: called.append(a) or forward(*a))
         kernels.assert_same_through("triton", make(8, 2).to(DEVICE), 9, called, monkeypatch)
-    with pytest.raises(ValueError, match="EluFeatureMap"):
-        LinearAttention(8, 1, feature_map=ReluFeatureMap).to(DEVICE)(torch.zeros(2, 9, 8, device=DEVICE))
+
+
+def test_other_feature_maps_have_the_plain_form(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(linear_triton, "forward", None)
+    LinearAttention(8, 1, feature_map=ReluFeatureMap).to(DEVICE)(torch.zeros(2, 9, 8, device=DEVICE))
 
 
 # ------------------------------------------------------------------------------------------ compilation, without a GPU
@@ -590,8 +561,8 @@ for dtype, width, precision in [case.split() for case in sys.argv[1:]]:
     torch.set_float32_matmul_precision(precision)
     q = torch.zeros(1, 256, 2, int(width), dtype=getattr(torch, dtype)).transpose(1, 2)
     s, z = torch.zeros(1, 2, int(width), int(width)), torch.zeros(1, 2, int(width))
-    triton_kernels.forward(q, q, q, s, z, torch.tensor([3]), 1e-6)
-    triton_kernels.backward(q, s, z, q, q, q, s, z, torch.tensor([3]), 1e-6)
+    triton_kernels.forward(q, q, q, s, z, torch.tensor([3]), True, 1e-6)
+    triton_kernels.backward(q, s, z, q, q, q, s, z, torch.tensor([3]), True, 1e-6)
 """,
     "favor": """
 from lit_effattn.ops.favor import triton_kernels

@@ -16,11 +16,11 @@ from lit_effattn.attention import (
     RetentionAttention,
 )
 from lit_effattn.ops.favor import cpp_kernels as favor_cpp
-from lit_effattn.ops.favor.dispatch import positive_favor
+from lit_effattn.ops.favor.pytorch import positive_favor
 from lit_effattn.ops.gated_linear import cpp_kernels as gated_cpp
 from lit_effattn.ops.gated_linear.pytorch import gated_linear_attention
 from lit_effattn.ops.linear import cpp_kernels as linear_cpp
-from lit_effattn.ops.linear.dispatch import elu_linear_attention
+from lit_effattn.ops.linear.pytorch import causal_linear_attention
 from tests.support import gated_linear
 from tests.support.kernels import elu_definition, elu_features, log_positive, positive_definition, summed_keys
 
@@ -89,11 +89,11 @@ GATES = ("log_decay", "beta")
 LINEAR = Family(
     "linear",
     linear_inputs,
-    elu_linear_attention,
+    partial(causal_linear_attention, elu=True),
     elu_definition,
     linear_cpp,
     [partial(LinearAttention, feature_map=EluFeatureMap)],
-    lambda lengths: ("elu_linear", (lengths, 1e-6), lambda given, out: (*out, *given)),
+    lambda lengths, form: ("linear", (lengths, True, 1e-6, form), lambda given, out: (*out, *given)),
 )
 FAVOR = Family(
     "favor",
@@ -102,10 +102,10 @@ FAVOR = Family(
     positive_definition,
     favor_cpp,
     [partial(PerformerAttention, features=features, n_features=6) for features in ("positive", "hyperbolic")],
-    lambda lengths: (
+    lambda lengths, form: (
         "positive_favor",
-        (lengths, 0.5),
-        lambda given, out: (*out[:3], *given[:-1], out[0], *out[4:], given[-1]),
+        (lengths, 0.5, form),
+        lambda given, out: (*out[:3], *given[:-2], out[0], *out[4:], *given[-2:]),
     ),
 )
 GATED = Family(
@@ -115,6 +115,6 @@ GATED = Family(
     gated_linear.by_position(gated_linear.definition, GATES),
     gated_cpp,
     [RetentionAttention, GatedDeltaNetAttention],
-    lambda lengths: ("gated_linear", (lengths, 4), lambda given, out: (*out, *given)),
+    lambda lengths, form: ("gated_linear", (lengths, 4, form), lambda given, out: (*out, *given)),
 )
 FAMILIES = {family.name: family for family in (LINEAR, FAVOR, GATED)}

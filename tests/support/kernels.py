@@ -2,7 +2,6 @@
 
 import math
 import os
-import re
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
@@ -160,16 +159,6 @@ def assert_same_through(form: str, attention: Any, n: int, called: list, monkeyp
             assert (a - b).norm() <= rounding(torch.float32, 10 * n * d, 10) * b.norm()
 
 
-class Tensors:
-    """The properties that `use_kernels` reads, of tensors on a GPU."""
-
-    def __init__(self, device: str = "cuda", dtype: torch.dtype = torch.bfloat16, width: int = 64) -> None:
-        self.device, self.dtype, self.width = torch.device(device), dtype, width
-
-    def size(self, dim: int) -> int:
-        return self.width
-
-
 def assert_compiles(program: str, cases: Sequence[str], launches: int, folder: Path, capability: int = 90) -> None:
     """Every kernel that `program` launches compiles for compute capability 9.0 or another, and fits into memory."""
     environment = {**os.environ, "TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(folder)}
@@ -179,26 +168,3 @@ def assert_compiles(program: str, cases: Sequence[str], launches: int, folder: P
     lines = result.stdout.splitlines()
     assert all(int(line.split()[-1]) <= MOST_SHARED[capability] for line in lines), result.stdout
     assert len(lines) == launches * len(cases)
-
-
-def assert_trial_finds_faults(
-    trial: Any, kernels: Any, chunk: int, arguments: tuple, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Check that the self-check of `kernels` passes, and says what is wrong with a false or missing backward pass."""
-    right = kernels.backward
-
-    def wrong(*tensors):
-        found = right(*tensors)
-        found[1][0, 1, chunk : 2 * chunk] = 0  # the gradients of a chunk of one head's keys
-        return found
-
-    trial.cache_clear()
-    with torch.inference_mode():  # generation may be what uses them first
-        assert trial(*arguments) is None
-    trial.cache_clear()
-    monkeypatch.setattr(kernels, "backward", wrong)
-    assert re.search(r"they are off by \d+\.\d%", trial(*arguments))
-    trial.cache_clear()
-    monkeypatch.delattr(kernels, "backward")
-    assert "they fail: AttributeError" in trial(*arguments)
-    trial.cache_clear()

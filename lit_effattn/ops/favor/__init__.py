@@ -1,1 +1,1 @@
-"""FAVOR+, Performer's attention: the forms in PyTorch, the dispatch to kernels, and the kernels in C++ and Triton."""
+"""FAVOR+, Performer's attention: the plain form, and the kernels in C++ and Triton."""

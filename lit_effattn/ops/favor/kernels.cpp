@@ -1,6 +1,6 @@
 // Causal attention by positive random features on the CPU, forward and backward (Choromanski et al. 2020, lemma 1).
 //
-// Letters are those of `causal_favor` and of `_backward_rows` in pytorch.py. A thread computes a head of a row, chunk
+// Letters are those of `positive_favor` in pytorch.py. A thread computes a head of a row, chunk
 // after chunk; only one chunk's features and scores are in memory.
 //
 // Features of keys, and their sums, are scaled by e^-r. The reference r, one number for each feature, is the greatest
@@ -42,7 +42,6 @@ struct Row {
   Index e, f, d, E, F, D;  // columns of queries and keys, features, columns of values; padded to whole vectors
   Head q, k, v;
   const float* omega;   // (F, E)
-  const float* offset;  // (N), the common term of a key's logarithms; null: that of positive features
   float scale;          // of queries and keys
 };
 
@@ -124,12 +123,8 @@ class Features {
   void logarithms(Ahead& ahead, Index first, Index n) {
     read(row_.q, first, n, E, q);
     read(row_.k, first, n, E, k);
-    if (row_.offset)
-      std::memcpy(offset_, row_.offset + first, sizeof(float) * n);
-    else
-      dot_rows(E, {k, E}, {k, E}, offset_);
-    const float factor = row_.offset ? 1 : -row_.scale * row_.scale / 2;
-    const float constant = row_.offset ? 0 : -std::log(float(row_.f)) / 2;
+    dot_rows(E, {k, E}, {k, E}, offset_);
+    const float factor = -row_.scale * row_.scale / 2, constant = -std::log(float(row_.f)) / 2;
     for (Index i = 0; i < C; ++i) offset_[i] = i < n ? factor * offset_[i] + constant : NEVER;
     multiply(ahead, 2 * C, F, E, {q, E, 1}, omega_, F, Q, F, SET);
     for (Index j = 0; j < F; j += W) {  // the offset last: it may be large beside the rest
@@ -187,25 +182,21 @@ class Features {
 
   const Row row_;
   const Index E, F;
-  float *m_, *offset_;  // (F), the greatest log phi(k) so far; (C)
+  float *m_, *offset_;  // (F), the greatest log phi(k) so far; (C), the common term of a key's logarithms
   float* omega_;        // (E, F), scaled
 };
 
 // ------------------------------------------------------------------------------------------------ forward and backward
 
-// z_i for each position, the denominators q_i . z_i, and 1 / them; 1 and 0 where nothing is seen.
-void divisors(const Features& x, Index F, float* z, float* sums, float* below, float* above) {
+// z_i for each position, and 1 / q_i . z_i, of the denominators; 0 where nothing is seen.
+void divisors(const Features& x, Index F, float* z, float* sums, float* above) {
   for (Index j = 0; j < F; j += W) {
     Vector s = load(z + j);
     for (Index i = 0; i < C; ++i) store(sums + i * F + j, s += load(x.K + i * F + j));
     store(z + j, s);
   }
-  dot_rows(F, {x.Q, F}, {sums, F}, below);
-  for (Index i = 0; i < C; ++i) {
-    const bool seen = below[i] != 0;
-    above[i] = seen ? 1 / below[i] : 0;
-    below[i] = seen ? below[i] : 1;
-  }
+  dot_rows(F, {x.Q, F}, {sums, F}, above);
+  for (Index i = 0; i < C; ++i) above[i] = above[i] != 0 ? 1 / above[i] : 0;
 }
 
 void scale_rows(Index rows, Index columns, const float* by, float* p) {
@@ -219,15 +210,15 @@ void scale_columns(Index rows, Index columns, const float* by, float* p) {
 }
 
 Index forward_room(const Row& row) {
-  return Features::room(row) + row.F * row.D + row.F + 2 * C * (row.F + row.D) + C * C + 2 * C + 2 * 16;
+  return Features::room(row) + row.F * row.D + row.F + 2 * C * (row.F + row.D) + C * C + C + 16;
 }
 
-void forward_row(const Row& row, float* s, float* z, float* m, Head out, float* denominator, Room& room) {
-  const auto [n, e, f, d, E, F, D, q, k, v, omega, offset, scale] = row;
+void forward_row(const Row& row, float* s, float* z, float* m, Head out, Room& room) {
+  const auto [n, e, f, d, E, F, D, q, k, v, omega, scale] = row;
   Features x(row, m, room);
   float *S = room.take(F * D), *Z = room.take(F), *Kt = room.take(C * F), *sums = room.take(C * F);
   float *v_room = room.take(C * D), *Y = room.take(C * D), *A = room.take(C * C);
-  float *below = room.take(C), *above = room.take(C);
+  float* above = room.take(C);
   std::memset(S, 0, sizeof(float) * F * D);
   copy_matrix(f, d, s, d, S, D);
   std::memset(Z, 0, sizeof(float) * F);
@@ -246,13 +237,12 @@ void forward_row(const Row& row, float* s, float* z, float* m, Head out, float* 
       scale_rows(F, D, x.kept, S);
       scale_columns(1, F, x.kept, Z);
     }
-    divisors(x, F, Z, sums, below, above);
+    divisors(x, F, Z, sums, above);
     transpose(C, F, {x.K, F}, Kt, C);  // (F, C)
     scores(ahead, F, x.Q, Kt, nullptr, A);  // A[i, j] = q_i . k_j
     multiply(ahead, C, D, F, {x.Q, F, 1}, S, D, Y, D, SET);
     multiply_lower(D, {A, C, 1}, V, Y, D);
     write(out, first, here, D, Y, above);
-    if (denominator) std::memcpy(denominator + first, below, sizeof(float) * here);
     multiply(ahead, F, D, C, {x.K, 1, F}, V.p, V.row, S, D, ADD);
   }
   x.raise();
@@ -275,13 +265,13 @@ Index backward_room(const Row& row) {
 // The forward pass over the chunks stores their borders and the references for the backward pass. There are few
 // references, since they are seldom raised.
 void backward_row(const Row& row, Head g, const float* s, const float* z, const float* m, Head g_q, Head g_k, Head g_v,
-                  float* g_offset, float* g_s, float* g_z, Room& room) {
-  const auto [n, e, f, d, E, F, D, q, k, v, omega, offset, scale] = row;
+                  float* g_s, float* g_z, Room& room) {
+  const auto [n, e, f, d, E, F, D, q, k, v, omega, scale] = row;
   Features x(row, m, room);
   float *S = room.take(F * D), *Z = room.take(F), *scaled = room.take(E * F), *Kt = room.take(C * F);
   float *sums = room.take(C * F), *T = room.take(C * F);
   float *v_room = room.take(C * D), *Vt = room.take(C * D), *X = room.take(C * D), *O = room.take(C * D);
-  float *U = room.take(C * E), *A = room.take(C * C), *G = room.take(C * C), *below = room.take(C);
+  float *U = room.take(C * E), *A = room.take(C * C), *G = room.take(C * C);
   float* g_log = room.take(C);
   float *above = room.take(n + C), *y = room.take(n + C);  // last: n differs by row, and the others keep their zeros
   for (Index i = 0; i < f; ++i)
@@ -310,7 +300,7 @@ void backward_row(const Row& row, Head g, const float* s, const float* z, const 
       references.insert(references.end(), x.r, x.r + F);
     }
     const Rows V = view(v, first, here, D, v_room);
-    divisors(x, F, Z, sums, below, above + first);
+    divisors(x, F, Z, sums, above + first);
     read(g, first, here, D, X, above + first);
 
     transpose(C, D, V, Vt, C);  // (D, C)
@@ -367,12 +357,9 @@ void backward_row(const Row& row, Head g, const float* s, const float* z, const 
       store(g_log + j, sum);
     }
     multiply(ahead, C, E, F, {T, 1, C}, scaled, E, U, E, SET);
-    if (g_offset)
-      std::memcpy(g_offset + first, g_log, sizeof(float) * here);
-    else
-      for (Index i = 0; i < here; ++i)
-        for (Index j = i * E; j < (i + 1) * E; j += W)
-          store(U + j, load(U + j) - scale * scale * g_log[i] * load(x.k + j));
+    for (Index i = 0; i < here; ++i)
+      for (Index j = i * E; j < (i + 1) * E; j += W)
+        store(U + j, load(U + j) - scale * scale * g_log[i] * load(x.k + j));
     write(g_k, first, here, E, U);
 
     const Place to_v = place(g_v, first, here, D, O);
@@ -401,14 +388,14 @@ extern "C" {
 struct Inputs {
   Index batch, heads, n, features;
   Heads q, k, v;
-  const float *omega, *offset;  // offset may be null: features are positive ones, of the keys that `lengths` counts
-  const Index* lengths;         // valid positions; may be null
+  const float* omega;
+  const Index* lengths;  // valid positions; may be null
   float scale;
 
   Row row(Index index) const {
     const Index b = index / heads, h = index % heads, e = k.width, f = features, d = v.width;
     return {lengths ? lengths[b] : n, e, f, d, padded(e), padded(f), padded(d), q.row(b, h), k.row(b, h), v.row(b, h),
-            omega + h * f * e, offset ? offset + index * n : nullptr, scale};
+            omega + h * f * e, scale};
   }
 
   Row longest() const {
@@ -418,9 +405,8 @@ struct Inputs {
   }
 };
 
-// s, z and m: before the first position, overwritten with those after the last. denominator may be null. Outputs and
-// gradients of padding are 0.
-void forward(Inputs x, float* s, float* z, float* m, Heads out, float* denominator, int threads) {
+// s, z and m: before the first position, overwritten with those after the last. Outputs and gradients of padding are 0.
+void forward(Inputs x, float* s, float* z, float* m, Heads out, int threads) {
   const Index f = x.features, d = x.v.width;
   in_large_pages(out, x.batch * x.heads * x.n * d);
 #pragma omp parallel num_threads(threads)
@@ -430,15 +416,14 @@ void forward(Inputs x, float* s, float* z, float* m, Heads out, float* denominat
     for (Index row = 0; row < x.batch * x.heads; ++row) {
       room.rewind();
       clear(out.row(row / x.heads, row % x.heads), x.row(row).n, x.n);
-      forward_row(x.row(row), s + row * f * d, z + row * f, m + row * f, out.row(row / x.heads, row % x.heads),
-                  denominator ? denominator + row * x.n : nullptr, room);
+      forward_row(x.row(row), s + row * f * d, z + row * f, m + row * f, out.row(row / x.heads, row % x.heads), room);
     }
   }
 }
 
-// g_s and g_z: those after the last position, overwritten with those before the first. g_offset is null as offset is.
+// g_s and g_z: those after the last position, overwritten with those before the first.
 void backward(Inputs x, Heads g, const float* s, const float* z, const float* m, Heads g_q, Heads g_k, Heads g_v,
-              float* g_offset, float* g_s, float* g_z, int threads) {
+              float* g_s, float* g_z, int threads) {
   const Index f = x.features, d = x.v.width;
   for (const Heads& t : {g_q, g_k, g_v}) in_large_pages(t, x.batch * x.heads * x.n * t.width);
 #pragma omp parallel num_threads(threads)
@@ -450,7 +435,7 @@ void backward(Inputs x, Heads g, const float* s, const float* z, const float* m,
       const Index b = row / x.heads, h = row % x.heads;
       for (const Heads& t : {g_q, g_k, g_v}) clear(t.row(b, h), x.row(row).n, x.n);
       backward_row(x.row(row), g.row(b, h), s + row * f * d, z + row * f, m + row * f, g_q.row(b, h), g_k.row(b, h),
-                   g_v.row(b, h), g_offset ? g_offset + row * x.n : nullptr, g_s + row * f * d, g_z + row * f, room);
+                   g_v.row(b, h), g_s + row * f * d, g_z + row * f, room);
     }
   }
 }

@@ -3,22 +3,24 @@
 from __future__ import annotations
 
 import math
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lit_effattn.ops.favor import cpp_kernels
-from lit_effattn.ops.linear.pytorch import _chunked, _chunks, _copy, _in_groups
+from lit_effattn.ops.linear.pytorch import _chunked
 from lit_effattn.ops.recurrent_step import recurrent_step
-from lit_effattn.ops.runtime import selection
-from lit_effattn.ops.runtime.operators import Operator
+from lit_effattn.ops.runtime.operators import Operator, in_form
+from lit_effattn.ops.runtime.selection import Form, by_position, choose_form
+from lit_effattn.sequence import valid_positions
 
 Norms = Literal["gaussian", "sqrt_d"]
 
 WHAT = "Performer"
 """Name of the operation in messages."""
+
+_WIDEST_IN_FULL = 64  # columns in float32 on CUDA: registers and shared memory hold no more
 
 # ---------------------------------------------------------------------------------------------- the random directions
 
@@ -221,66 +223,97 @@ def log_products(log_q: Tensor, log_k: Tensor) -> Tensor:
     return torch.stack([(q[:, :, None] + log_k).logsumexp(-1) for q in log_q.unbind(2)], 2)
 
 
-def causal_favor(
+def positive_favor(
     q: Tensor,
     k: Tensor,
     v: Tensor,
     omega: Tensor,
-    offset: Tensor,
     s: Tensor,
     z: Tensor,
     m: Tensor,
+    lengths: Tensor | None = None,
     *,
+    scale: float = 1.0,
     chunk_size: int = 64,
+    form: Form | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Compute FAVOR+ in which query i sees the keys up to i and those summed in `s`, `z` and `m`.
+    """Compute `causal_favor` with positive features of queries and keys, and padding.
 
-        log φ(q) = ωᵀq + …,  log φ(k) = ωᵀk + offset,  m_i = max(m_{i−1}, log φ(k_i)),
-        S_i = e^{m_{i−1} − m_i} S_{i−1} + e^{log φ(k_i) − m_i} v_iᵀ,  z_i with v_i = 1,
-        out_i = p_iᵀ S_i / p_iᵀ z_i,  p_i = exp(log φ(q_i) + m_i − max_f(…)), all but S v a feature f
+        log φ(x) = ωᵀx̃ − ‖x̃‖²/2 − (log F)/2,  x̃ = scale · x           Choromanski et al. 2020, lemma 1
 
-    The common term of a query's features cancels and is not an argument. Exact for any norms: no exponential overflows,
-    and the denominator does not come near 0. No maximum includes later keys.
+    Hyperbolic features are positive features of the directions ω and −ω.
 
-    On the CPU chunks of C positions are computed one after another, with a hand-written backward pass: beside inputs,
-    outputs and their gradients, O(N D), only the memory of one chunk is needed. The backward pass recomputes features,
-    scores and sums, and can't be differentiated. A key is scaled once, by m at the chunk's border. If it rises too far
-    above that, the chunk's queries from that key on are computed as in `plain_causal_favor`. Other devices, and
-    exported programs, use that for all queries. In float32, if there is a compiler, a C++ kernel is used on the CPU; if
-    a key rises too far, it starts another chunk.
+    The kernels compute in float32, with ωᵀx in full float32 precision, and their results are bitwise reproducible. On
+    CUDA, `torch.set_float32_matmul_precision` sets the rounding of the factors of the other matrix products: "highest"
+    is float32 for float32 inputs, TF32 for half precision; "high" is TF32; "medium" is bfloat16. Their backward pass
+    saves the arguments, and on CUDA the output, its rounding error, and two numbers per query. It can't be
+    differentiated. In C++, a key that rises too far above the reference of its chunk starts another chunk.
 
     Args:
-        q: (B, H, N, E), queries.
+        q: (B, H, N, E), queries of any strides; on CUDA E is at most 128, in float32 64.
         k: (B, H, N, E), keys.
-        v: (B, H, N, D).
-        omega: (H, F, E), the directions; they get no gradient.
-        offset: (B, H, N), the common term of the logarithms of a key's features; −∞ where a key is padding.
+        v: (B, H, N, D); on CUDA D is at most 128, in float32 64.
+        omega: (H, F, E), the directions, like `s`, `z` and `m` in float32 or more, the type of all sums; they get no
+            gradient.
         s: (B, H, F, D), the sum of e^{log φ(k) − m} vᵀ before the first position.
         z: (B, H, F), the sum of e^{log φ(k) − m}.
         m: (B, H, F), the greatest log φ(k); −∞: no key yet, and the sums are 0. It has no gradient, since it cancels.
-        chunk_size: C, a power of 2, not used by the C++ kernel. Products take O(F (C + D)) per position and head, but
-            small ones are slow.
+        lengths: (B,), number of valid positions; the rest is padding. None: all are valid.
+        scale: Factor of queries and keys; D^(−¼) gives softmax's 1/√D.
+        chunk_size: Of the plain form, a power of 2; no effect on the result.
+        form: How it is computed. None: see `lit_effattn.ops.runtime.selection`.
 
     Returns:
-        The output (B, H, N, D), 0 where no key is seen, and `s`, `z` and `m` after the last position.
+        The output (B, H, N, D) in v's type, 0 where no key is seen, any finite values in padding, and `s`, `z` and
+        `m` after the last position.
 
     Raises:
-        ValueError: If `omega` requires a gradient.
-        NotImplementedError: On the CPU, if the gradient is differentiated; `plain_causal_favor` supports that.
+        ValueError: If an argument has a wrong shape, the form can't be used, or `omega` requires a gradient. The
+            message names it.
+        NotImplementedError: If the gradient of a kernel is differentiated.
     """
+    _check(q, k, v, omega, s, z, m, lengths)
+    width, obstacle = max(q.size(-1), v.size(-1)), None
+    if width > _WIDEST_IN_FULL and torch.float32 in (q.dtype, v.dtype):
+        obstacle = (
+            f"heads of width {width} in torch.float32 are wider than {_WIDEST_IN_FULL}; choose more heads, or bfloat16"
+        )
+    form = choose_form(form, WHAT, "favor", q, k, v, omega, s, z, m, width=width, obstacle=obstacle)
+    if form in ("cpp", "triton"):
+        out, s, z, m, *_ = _OPERATOR(q, k, v, omega, s, z, m, lengths, scale, form)
+        return out, s, z, m
+    q, k = scale * q.to(s.dtype), scale * k.to(s.dtype)
+    log_q, log_k = q @ omega.mT, k @ omega.mT + log_offset(k, omega.size(1))[..., None]  # a query's offset cancels
+    if lengths is not None:
+        log_k = log_k.masked_fill(~valid_positions(lengths, k.size(2))[:, None, :, None], -torch.inf)
+    out, s, z, m = causal_favor(log_q, log_k, v.to(s.dtype), s, z, m, chunk_size=chunk_size)
+    return out.to(v.dtype), s, z, m
+
+
+def _check(
+    q: Tensor, k: Tensor, v: Tensor, omega: Tensor, s: Tensor, z: Tensor, m: Tensor, lengths: Tensor | None
+) -> None:
+    b, h, n, e = q.shape
+    f, d = omega.size(1), v.size(-1)
+    shapes = {"k": (b, h, n, e), "v": (b, h, n, d), "omega": (h, f, e), "s": (b, h, f, d), "z": (b, h, f)}
+    shapes |= {"m": (b, h, f), "lengths": (b,)}
+    for (name, expected), t in zip(shapes.items(), (k, v, omega, s, z, m, lengths), strict=True):
+        if t is not None and t.shape != expected:
+            raise ValueError(f"{name} has shape {tuple(t.shape)}; with q of {tuple(q.shape)} it should be {expected}")
     if omega.requires_grad:
-        raise ValueError("omega requires a gradient, which causal_favor does not compute; pass omega.detach()")
-    if q.device.type != "cpu" or torch.compiler.is_exporting():
-        log_q, log_k = q @ omega.mT, k @ omega.mT + offset[..., None]
-        return plain_causal_favor(log_q, log_k, v, s, z, m, chunk_size=chunk_size)
-    out, s, z, m, _ = _OPERATOR(q, k, v, omega, offset, s, z, m, chunk_size)
-    return out, s, z, m
+        raise ValueError("omega requires a gradient, which positive_favor does not compute; pass omega.detach()")
 
 
-def plain_causal_favor(
+def causal_favor(
     log_q: Tensor, log_k: Tensor, v: Tensor, s: Tensor, z: Tensor, m: Tensor, *, chunk_size: int = 64
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Compute `causal_favor` from any logarithms of features. Autograd differentiates it, any number of times.
+    """Compute FAVOR+ in which query i sees the keys up to i and those summed in `s`, `z` and `m`.
+
+        m_i = max(m_{i−1}, log φ(k_i)),
+        S_i = e^{m_{i−1} − m_i} S_{i−1} + e^{log φ(k_i) − m_i} v_iᵀ,  z_i with v_i = 1,
+        out_i = p_iᵀ S_i / p_iᵀ z_i,  p_i = exp(log φ(q_i) + m_i − max_f(…)), all but S v a feature f
+
+    Autograd differentiates it, any number of times. No maximum includes later keys.
 
     Exact for any norms: p_i is 1 for one feature, for which z_i ≥ 1, so the denominator is at least 1. A matrix product
     needs one scale for many keys and the queries that see them. For keys before a chunk of C positions the scale is m
@@ -400,223 +433,19 @@ def _quotient(numerator: Tensor, denominator: Tensor) -> Tensor:
     return numerator / denominator.masked_fill(denominator == 0, 1)
 
 
-# ------------------------------------------------------------------------------------------------- on the CPU, by hand
-
-_LIMIT = 40.0
-"""How far the logarithm of a key may rise above its chunk's reference: products of a number as large as e^40 and the
-smallest float32 numbers, e^−87, are negligible beside a denominator."""
+# --------------------------------------------------------------------------------------- the operator, for the kernels
 
 
-class _Overflow(NamedTuple):
-    """The queries of a chunk that see a key too far above its reference, and the logarithms to compute them from."""
-
-    rows: Tensor  # (L,), those of the BH that have such queries
-    queries: Tensor  # (L, C, 1), whether it is such a query
-    log_q: Tensor  # (L, C', F), C' being C or the next power of 2
-    log_k: Tensor  # (L, C', F)
-    top: Tensor  # (L, C', 1)
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    *tensors, ctx.scale, ctx.form = inputs
+    out, _, _, m, *saved = output
+    ctx.save_for_backward(*tensors, out, *saved)
+    ctx.mark_non_differentiable(m, *saved)
 
 
-class _Chunk(NamedTuple):
-    """A chunk's scaled features: keys by the reference r, each query by a factor that cancels in the division."""
-
-    q: Tensor  # (BH, C, F), ∝ e^{log φ(q) + r}
-    k: Tensor  # (BH, C, F), e^{log φ(k) − r}; 0 where only overflowing queries see them
-    kept: Tensor  # (BH, 1, F), e^{r − m} with m after the chunk
-    m: Tensor  # (BH, 1, F), after the chunk
-    overflow: _Overflow | None
-
-
-def _chunk(q: Tensor, k: Tensor, omega: Tensor, offset: Tensor, m: Tensor) -> _Chunk:
-    """Return the features of a chunk, (BH, C, E) each, from `m` before it, (BH, 1, F).
-
-    The reference is m, or the chunk's first key if no key is before it; it never depends on later keys. Keys use
-    torch's exp2, which is 2.6 times as fast as its exp.
-    """
-    r = m
-    if (m == -torch.inf).any():
-        first = torch.baddbmm(offset[:, :1, None], k[:, :1], omega.mT)  # (BH, 1, F)
-        r = torch.where(m == -torch.inf, first, m)
-        r = r.masked_fill(r == -torch.inf, torch.finfo(r.dtype).min / 4)  # any key rises above that
-    to_q = torch.baddbmm(r, q, omega.mT).softmax(-1)  # (BH, C, F)
-    log_ratio = torch.sub(offset[..., None], r).baddbmm_(k, omega.mT, beta=1 / math.log(2), alpha=1 / math.log(2))
-    most = log_ratio.amax(1, keepdim=True)  # (BH, 1, F)
-    kept = most.clamp(min=0).neg_().exp2_()
-    after = torch.maximum(m, torch.add(r, most, alpha=math.log(2)))
-    limit = _LIMIT / math.log(2)
-    if not (most > limit).any():
-        return _Chunk(to_q, log_ratio.exp2_(), kept, after, None)
-
-    rows = (most > limit).any(-1).any(-1).nonzero().squeeze(-1)  # (L,)
-    queries = (log_ratio[rows] > limit).any(-1, keepdim=True).cumsum(1) > 0
-    log_q = torch.bmm(q[rows], omega[rows].mT)  # (L, C, F)
-    log_k = torch.baddbmm(offset[rows, :, None], k[rows], omega[rows].mT)
-    top = _top(log_q, torch.maximum(log_k.cummax(1).values, r[rows]))
-    to_q[rows] = torch.where(queries, _scaled_queries(log_q, r[rows], top), to_q[rows])
-    to_k = log_ratio.exp2_()
-    to_k[rows] = to_k[rows].masked_fill(queries, 0)
-    after[rows] = torch.maximum(m[rows], log_k.amax(1, keepdim=True))
-    overflow = _Overflow(rows, queries, _filled(log_q, -torch.inf), _filled(log_k, -torch.inf), _filled(top, 0))
-    return _Chunk(to_q, to_k, kept, after, overflow)
-
-
-def _keys_after(c: _Chunk) -> Tensor:
-    """Scale the chunk's keys by m after it, in place of those by its reference."""
-    k = c.k.mul_(c.kept)
-    if c.overflow is not None:
-        rows, queries, _, log_k, _ = c.overflow
-        k[rows] = (log_k[:, : queries.size(1)] - c.m[rows]).exp()
-    return k
-
-
-def _scores(c: _Chunk) -> Tensor:
-    """Return the products of queries' features with those of the keys that they see, (BH, C, C)."""
-    scores = torch.bmm(c.q, c.k.mT).tril_()
-    if c.overflow is not None:
-        rows, queries, log_q, log_k, top = c.overflow
-        n, size = queries.size(1), log_q.size(1)
-        result = scores.new_zeros(len(rows), size, size)
-        result.diagonal(dim1=1, dim2=2).copy_(_own(log_q, log_k, top).sum(-1))
-        for half in _powers_below(size):
-            to_q, to_k = _halves(log_q, log_k, top, half)  # (L, C/2h, h, F)
-            _blocks(result, half).copy_(to_q @ to_k.mT)
-        scores[rows] = torch.where(queries, result[:, :n, :n], scores[rows])
-    return scores
-
-
-def _through_scores(c: _Chunk, g: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the scores' gradients `g`, 0 for overflowing queries, and their gradients of log φ(q), log φ(k)."""
-    if c.overflow is None:
-        return g, c.k[:0], c.k[:0]
-    rows, queries, log_q, log_k, top = c.overflow
-    n, size = queries.size(1), log_q.size(1)
-    g_overflow = g.new_zeros(len(rows), size, size)
-    g_overflow[:, :n, :n] = g[rows].masked_fill(~queries, 0)
-    to_log_q = g_overflow.diagonal(dim1=1, dim2=2)[..., None] * _own(log_q, log_k, top)  # (L, C, F)
-    to_log_k = to_log_q.clone()
-    for half in _powers_below(size):
-        to_q, to_k = _halves(log_q, log_k, top, half)  # (L, C/2h, h, F)
-        block = _blocks(g_overflow, half)
-        to_log_q.unflatten(1, (-1, 2, half))[:, :, 1] += to_q * (block @ to_k)
-        to_log_k.unflatten(1, (-1, 2, half))[:, :, 0] += to_k * (block.mT @ to_q)
-    g = g.index_put((rows,), g[rows].masked_fill(queries, 0))
-    return g, to_log_q[:, :n], to_log_k[:, :n]
-
-
-def _powers_below(size: int) -> list[int]:
-    return [1 << i for i in range(size.bit_length() - 1)]
-
-
-def _blocks(scores: Tensor, half: int) -> Tensor:
-    """View the scores of second halves' queries with first halves' keys: (L, C, C) -> (L, C/2h, h, h)."""
-    blocks = scores.unflatten(2, (-1, 2, half)).unflatten(1, (-1, 2, half))  # (L, C/2h, 2, h, C/2h, 2, h)
-    return blocks[:, :, 1, :, :, 0].diagonal(dim1=1, dim2=3).permute(0, 3, 1, 2)
-
-
-def _filled(t: Tensor, value: float) -> Tensor:
-    """(L, C, ·) -> (L, C', ·), C' the next power of 2."""
-    n = t.size(1)
-    return F.pad(t, (0, 0, 0, (1 << (n - 1).bit_length()) - n), value=value)
-
-
-def _forward(
-    q: Tensor, k: Tensor, v: Tensor, omega: Tensor, offset: Tensor, s: Tensor, z: Tensor, m: Tensor, chunk_size: int
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Return the output, the last sums and maxima, and the denominators (B, H, N)."""
-    out, denominator = torch.empty_like(v), v.new_empty(v.shape[:-1])
-    if selection.use_cpp_in_float32(WHAT, cpp_kernels.NAME, (q, k, v), (omega, offset, s, z, m)):
-        s, z, m = cpp_kernels.forward(q, k, v, omega, offset, None, 1.0, s, z, m, out, denominator)
-        return out, s, z, m, denominator
-    s, z, m = _copy(s), _copy(z), _copy(m)
-    with torch.autocast("cpu", enabled=False):
-        for rows in _in_groups(q, k, v, omega.expand(len(q), -1, -1, -1), offset, s, z, m, out, denominator):
-            _forward_rows(*rows, chunk_size=chunk_size)
-    return out, s, z, m, denominator
-
-
-def _forward_rows(*tensors: Tensor, chunk_size: int) -> None:
-    """Fill `out` and `denominator`, and update `s`, `z` and `m` in place from the first position to the last."""
-    q, k, v, omega, offset, s, z, m, out, denominator = tensors
-    omega, s = omega.flatten(0, 1), s.flatten(0, 1)  # (BH, F, ·)
-    z, m = z.flatten(0, 1)[:, None], m.flatten(0, 1)[:, None]  # (BH, 1, F)
-    for *inputs, y, below in _chunks(chunk_size, q, k, v, offset, out, denominator):
-        q, k, v, offset = (t.flatten(0, 1) for t in inputs)  # (B, H, C, ·) -> (BH, C, ·)
-        c = _chunk(q, k, omega, offset, m)
-        scores = _scores(c)
-        torch.add(scores.sum(-1).view_as(below), torch.bmm(z, c.q.mT).view_as(below), out=below)
-        below.masked_fill_(below == 0, 1)  # nothing was seen
-        torch.div(torch.bmm(c.q, s).baddbmm_(scores, v).view_as(y), below[..., None], out=y)
-        k = _keys_after(c)
-        s.mul_(c.kept.mT).baddbmm_(k.mT, v)
-        z.mul_(c.kept).add_(k.sum(1, keepdim=True))
-        m.copy_(c.m)
-
-
-def _backward(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Return the gradients of q, k, v, offset, s and z from those of the output and of the last sums."""
-    g, g_s, g_z, q, k, v, omega, offset, s, z, m, out, denominator, chunk_size = arguments
-    g_q, g_k, g_v, g_offset = (torch.empty_like(t) for t in (q, k, v, offset))
-    if selection.use_cpp_in_float32(WHAT, cpp_kernels.NAME, (q, k, v), (omega, offset, s, z, m)):
-        g_s, g_z = cpp_kernels.backward(
-            *(g, g_s, g_z, q, k, v, omega, offset, None, 1.0, s, z, m, g_q, g_k, g_v, g_offset)
-        )
-        return g_q, g_k, g_v, g_offset, g_s, g_z
-    s, z, m, g_s, g_z = (_copy(t) for t in (s, z, m, g_s, g_z))
-    omega = omega.expand(len(q), -1, -1, -1)
-    with torch.autocast("cpu", enabled=False):
-        for rows in _in_groups(g, q, k, v, omega, offset, s, z, m, out, denominator, g_q, g_k, g_v, g_offset, g_s, g_z):
-            _backward_rows(*rows, chunk_size=chunk_size)
-    return g_q, g_k, g_v, g_offset, g_s, g_z
-
-
-def _backward_rows(*tensors: Tensor, chunk_size: int) -> None:
-    """Fill the gradients of the inputs, and update `g_s` and `g_z` in place from the last position to the first.
-
-    With the gradients of the numerators, x_i = g_i / denominator_i, and of the denominators, y_i = −x_i · out_i,
-
-        d log φ(q_i) = φ(q_i) ∘ (S_i x_i + y_i z_i),  d log φ(k_j) = φ(k_j) ∘ (R_j v_j + r_j),  dv_j = R_jᵀ φ(k_j),
-        R_j = Σ_{i ≥ j} φ(q_i) x_iᵀ,  r_j = Σ_{i ≥ j} y_i φ(q_i)
-
-    S and z are summed forward; R and r are summed backward, starting with the gradients of the last sums.
-    """
-    g, q, k, v, omega, offset, s, z, m, out, denominator, g_q, g_k, g_v, g_offset, g_s, g_z = tensors
-    y_all = torch.empty_like(denominator)
-    rightwards = _chunks(chunk_size, q, k, v, offset, g, denominator, out, y_all, g_q)
-    leftwards = list(_chunks(chunk_size, q, k, v, offset, g, denominator, y_all, g_k, g_v, g_offset))
-    omega, s, g_s = (t.flatten(0, 1) for t in (omega, s, g_s))  # (BH, F, ·)
-    z, m, g_z = (t.flatten(0, 1)[:, None] for t in (z, m, g_z))  # (BH, 1, F)
-    borders = []  # m before each chunk
-    for *inputs, to_y, to_q in rightwards:
-        q, k, v, offset, g, denominator, out = (t.flatten(0, 1) for t in inputs)  # (BH, C, ·)
-        borders.append(m)
-        c = _chunk(q, k, omega, offset, m)
-        x = g / denominator[..., None]
-        y = (x * out).sum(-1, keepdim=True).neg_()  # (BH, C, 1)
-        to_y.copy_(y.view_as(to_y))
-        g_scores, extra, _ = _through_scores(c, torch.baddbmm(y, x, v.mT).tril_())  # (BH, C, C)
-        g_log = torch.bmm(x, s.mT).addcmul_(y, z).baddbmm_(g_scores, c.k).mul_(c.q)  # (BH, C, F)
-        if c.overflow is not None:
-            g_log.index_add_(0, c.overflow.rows, extra)
-        to_q.copy_(torch.bmm(g_log, omega).view_as(to_q))
-        k = _keys_after(c)
-        s.mul_(c.kept.mT).baddbmm_(k.mT, v)
-        z.mul_(c.kept).add_(k.sum(1, keepdim=True))
-        m = c.m
-    for (*inputs, to_k, to_v, to_offset), m in zip(reversed(leftwards), reversed(borders), strict=True):
-        q, k, v, offset, g, denominator, y = (t.flatten(0, 1) for t in inputs)
-        c = _chunk(q, k, omega, offset, m)
-        x = g / denominator[..., None]
-        g_scores, _, extra = _through_scores(c, torch.baddbmm(y[..., None], x, v.mT).tril_())
-        scores, g_log = _scores(c), torch.bmm(g_scores.mT, c.q).mul_(c.k)  # (BH, C, C), (BH, C, F)
-        if c.overflow is not None:
-            g_log.index_add_(0, c.overflow.rows, extra)
-        k = _keys_after(c)
-        g_log.addcmul_(torch.baddbmm(g_z, v, g_s.mT), k)
-        to_k.copy_(torch.bmm(g_log, omega).view_as(to_k))
-        to_offset.copy_(g_log.sum(-1).view_as(to_offset))
-        to_v.copy_(torch.bmm(scores.mT, x).baddbmm_(k, g_s).view_as(to_v))
-        g_s.mul_(c.kept.mT).baddbmm_(c.q.mT, x)
-        g_z.mul_(c.kept).baddbmm_(y[:, None], c.q)
+def _gradients(ctx: Any, g: Tensor, g_s: Tensor, g_z: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
+    g_q, g_k, g_v, g_s, g_z = _OPERATOR.backward(g, g_s, g_z, *ctx.saved_tensors, ctx.scale, ctx.form)
+    return g_q, g_k, g_v, None, g_s, g_z, None, None, None, None
 
 
 def rounding_error(out: Tensor) -> Tensor:
@@ -624,42 +453,44 @@ def rounding_error(out: Tensor) -> Tensor:
     return out.new_empty(0) if out.dtype == torch.float32 else torch.empty_like(out)
 
 
-def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    *tensors, ctx.chunk_size = inputs
-    out, _, _, m, denominator = output
-    ctx.save_for_backward(*tensors, out, denominator)
-    ctx.mark_non_differentiable(m, denominator)
+def _shapes(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    omega: Tensor,
+    s: Tensor,
+    z: Tensor,
+    m: Tensor,
+    lengths: Tensor | None,
+    scale: float,
+    form: Form,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    out = by_position(v)
+    s, z, m = (t.new_empty(t.shape) for t in (s, z, m))
+    if form == "cpp":
+        return out, s, z, m, q.new_empty(0), q.new_empty(0), q.new_empty(0)
+    top, denominator = (q.new_empty(q.shape[:3], dtype=torch.float32) for _ in range(2))
+    return out, s, z, m, rounding_error(out), top, denominator
 
 
-def _gradients(ctx: Any, g: Tensor, g_s: Tensor, g_z: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
-    g_q, g_k, g_v, *rest = _OPERATOR.backward(g, g_s, g_z, *ctx.saved_tensors, ctx.chunk_size)
-    return g_q, g_k, g_v, None, *rest, None, None
-
-
-def _forward_shapes(
-    q: Tensor, k: Tensor, v: Tensor, omega: Tensor, offset: Tensor, s: Tensor, z: Tensor, m: Tensor, chunk_size: int
+def _backward_shapes(
+    g: Tensor, g_s: Tensor, g_z: Tensor, q: Tensor, k: Tensor, v: Tensor, omega: Tensor, s: Tensor, z: Tensor, *_: Any
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    return torch.empty_like(v), _copy(s), _copy(z), _copy(m), v.new_empty(v.shape[:-1])
+    return by_position(q), by_position(k), by_position(v), s.new_empty(s.shape), z.new_empty(z.shape)
 
 
-def _backward_shapes(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    _, _, _, q, k, v, _, offset, s, z, *_ = arguments
-    g_q, g_k, g_v, g_offset = (torch.empty_like(t) for t in (q, k, v, offset))
-    return g_q, g_k, g_v, g_offset, _copy(s), _copy(z)
-
-
-# A custom operator, so that torch.compile does not unroll the loops over chunks.
 _OPERATOR = Operator(
-    "causal_favor",
-    "(Tensor q, Tensor k, Tensor v, Tensor omega, Tensor offset, Tensor s, Tensor z, Tensor m, int chunk_size) "
+    "positive_favor",
+    "(Tensor q, Tensor k, Tensor v, Tensor omega, Tensor s, Tensor z, Tensor m, Tensor? lengths, float scale, "
+    "str form) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+    "(Tensor g, Tensor g_s, Tensor g_z, Tensor q, Tensor k, Tensor v, Tensor omega, Tensor s, Tensor z, Tensor m, "
+    "Tensor? lengths, Tensor out, Tensor rest, Tensor top, Tensor denominator, float scale, str form) "
     "-> (Tensor, Tensor, Tensor, Tensor, Tensor)",
-    "(Tensor g, Tensor g_s, Tensor g_z, Tensor q, Tensor k, Tensor v, Tensor omega, Tensor offset, Tensor s, Tensor z, "
-    "Tensor m, Tensor out, Tensor denominator, int chunk_size) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
-    _forward,
-    _backward,
-    shapes=_forward_shapes,
+    in_form("lit_effattn.ops.favor", "forward"),
+    in_form("lit_effattn.ops.favor", "backward"),
+    shapes=_shapes,
     backward_shapes=_backward_shapes,
     keep=_keep,
     gradients=_gradients,
-    refusal="causal_favor has no second derivative on the CPU; plain_causal_favor has one",
+    refusal="the kernels of positive_favor have no second derivative; form='plain' has one",
 )

@@ -44,7 +44,6 @@ import triton.language as tl
 from torch import Tensor
 
 from lit_effattn.ops.favor.pytorch import rounding_error
-from lit_effattn.ops.linear.pytorch import _copy
 from lit_effattn.ops.linear.triton_kernels import (
     _at,
     _at_once,
@@ -58,6 +57,7 @@ from lit_effattn.ops.linear.triton_kernels import (
     _valid,
     _zeros_dot,
 )
+from lit_effattn.ops.runtime.cpp_build import copied
 from lit_effattn.ops.runtime.selection import by_position
 
 CHUNK = 64
@@ -702,7 +702,7 @@ def forward(
         besides: the rounding errors of the output, empty for float32, and each query's top and den, (B, H, N) each.
     """
     plan = _Plan(q, v, omega, lengths, scale, CHUNK)
-    s, z, m = _copy(s), _copy(z), _copy(m)
+    s, z, m = copied(s), copied(z), copied(m)
     starts = plan.starts(k, v, s, z, m)
     out = by_position(v)
     rest = rounding_error(out)
@@ -726,14 +726,14 @@ def backward(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     dq, dk, dv = (by_position(t) for t in (q, k, v))
     y = torch.empty_like(top)
     borders = z.new_empty(plan.heads, plan.chunks + 1, z.size(2))
-    starts = plan.starts(k, v, _copy(s), _copy(z), _copy(m))
+    starts = plan.starts(k, v, copied(s), copied(z), copied(m))
     inputs = (q, q.stride(), k, k.stride(), v, v.stride(), g, g.stride())
     kept = (borders, top, denominator, y, *plan.counts, *plan.of_keys)
     options = {**plan.constants, "BF": plan.features, "num_warps": plan.warps, "num_stages": 1}
     _query_gradients[plan.grid](
         *inputs, out, out.stride(), rest, dq, dq.stride(), plan.omega, plan.lengths, *starts, *kept, **options
     )
-    ds, dz = _copy(g_s), _copy(g_z)
+    ds, dz = copied(g_s), copied(g_z)
     ends = plan.ends(q, g, borders, top, denominator, y, ds, dz)
     _key_value_gradients[plan.grid](
         *inputs, dk, dk.stride(), dv, dv.stride(), plan.omega, plan.lengths, *ends, *kept, **options

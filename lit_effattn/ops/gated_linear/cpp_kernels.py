@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
 from functools import cache
 
 import torch
 from torch import Tensor
 
+from lit_effattn.ops.gated_linear.pytorch import empty_like
 from lit_effattn.ops.runtime import cpp_build
 from lit_effattn.ops.runtime.cpp_build import Heads, address, copied, heads
 
@@ -35,9 +35,9 @@ def forward(
     log_decay: Tensor | None,
     beta: Tensor | None,
     lengths: Tensor | None,
-    out: Tensor,
-) -> Tensor:
-    """Fill `out` and return the state after the last position, all in float32 or less.
+    chunk_size: int,
+) -> tuple[Tensor, Tensor]:
+    """Return the output in v's type and the state after the last position.
 
     Args:
         q: (B, H, N, D), queries.
@@ -47,8 +47,9 @@ def forward(
         log_decay: (B, H, N, D or 1), logarithms of decays; None: no decay.
         beta: (B, H, N), strengths of the delta rule; None: without it.
         lengths: (B,), number of valid positions; None: all are valid.
-        out: (B, H, N, D') in float32, contiguous in its last dimension.
+        chunk_size: Not used.
     """
+    out = empty_like(v, torch.float32)
     inputs = [None if t is None else heads(t) for t in (q, k, v, log_decay, _column(beta))]
     state = copied(state)
     lengths = None if lengths is None else lengths.long().contiguous()
@@ -56,7 +57,7 @@ def forward(
         *(*q.shape[:3], *map(_described, inputs), address(state), address(lengths)),
         *(Heads.of(out), torch.get_num_threads()),
     )
-    return state
+    return out.to(v.dtype), state
 
 
 def backward(
@@ -69,22 +70,25 @@ def backward(
     log_decay: Tensor | None,
     beta: Tensor | None,
     lengths: Tensor | None,
-    results: Sequence[Tensor | None],
-) -> Tensor:
-    """Fill the gradients `results` of q, k, v, log_decay and beta, and return that of the state.
+    chunk_size: int,
+) -> tuple[Tensor, ...]:
+    """Return the gradients of q, k, v, state, log_decay and beta; empty tensors for the last two if they are None.
 
     The first arguments are the gradients of the output (B, H, N, D') and of the last state, then those of `forward`.
-    The results have the shapes of their arguments, in float32, and are contiguous in the last dimension.
     """
-    inputs = [None if t is None else heads(t) for t in (g, q, k, v, log_decay, _column(beta))]
-    *gradients, g_beta = results
+    given = (q, k, v, log_decay, _column(beta))
+    inputs = [None if t is None else heads(t) for t in (g, *given)]
+    results = [None if t is None else empty_like(t, torch.float32) for t in given]
     state, g_state = state.float().contiguous(), copied(g_state)
     lengths = None if lengths is None else lengths.long().contiguous()
     _library().backward(
         *(*q.shape[:3], *map(_described, inputs), address(state), address(lengths)),
-        *(*map(_described, [*gradients, _column(g_beta)]), address(g_state), torch.get_num_threads()),
+        *(*map(_described, results), address(g_state), torch.get_num_threads()),
     )
-    return g_state
+    g_q, g_k, g_v, g_decay, g_beta = (
+        q.new_empty(0) if to is None or t is None else to.to(t.dtype) for to, t in zip(results, given, strict=True)
+    )
+    return g_q, g_k, g_v, g_state, g_decay, g_beta if beta is None else g_beta[..., 0]
 
 
 def _described(t: Tensor | None) -> Heads:

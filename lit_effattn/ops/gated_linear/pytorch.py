@@ -21,20 +21,18 @@ is not a number where both are −∞, and never the logarithm of 1 / a, whose e
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
-from functools import cache
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lit_effattn.ops.gated_linear import cpp_kernels, fla
+from lit_effattn.ops.gated_linear import fla
 from lit_effattn.ops.recurrent_step import recurrent_step
-from lit_effattn.ops.runtime import selection
-from lit_effattn.ops.runtime.operators import Operator, keeps
-from lit_effattn.sequence import heads_without_padding, valid_positions
+from lit_effattn.ops.runtime.operators import Operator, in_form
+from lit_effattn.ops.runtime.selection import Form, choose_form
+from lit_effattn.sequence import valid_positions
 
 WHAT = "linear attention with decay or the delta rule"
 """Name of the operation in messages."""
@@ -50,12 +48,13 @@ def gated_linear_attention(
     beta: Tensor | None = None,
     lengths: Tensor | None = None,
     chunk_size: int = 64,
+    form: Form | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Compute the recurrence over N positions.
 
-    On the CPU, and by the Triton kernels on CUDA, the backward pass is written by hand. It saves only the arguments,
-    recomputes the rest in memory O(N (D + D')), and can't be differentiated. Other devices, and exported programs, use
-    `plain_gated_linear_attention`. `lit_effattn.ops.runtime.selection` describes when kernels are used.
+    The backward pass of the kernels is written by hand. It saves only the arguments, recomputes the rest in memory
+    O(N (D + D')), and can't be differentiated. The plain form has memory O(N (C + D + D' + D D' / C)), and autograd
+    differentiates it any number of times.
 
     Args:
         q: (B, H, N, D), queries.
@@ -68,111 +67,25 @@ def gated_linear_attention(
         lengths: (B,), number of valid positions; the rest is padding, which leaves the state as it is. None: all are
             valid.
         chunk_size: Positions that PyTorch computes at once, not used by the C++ kernel; no effect on the result.
+        form: How it is computed. None: see `lit_effattn.ops.runtime.selection`, and on CUDA `fla`.
 
     Returns:
         The output (B, H, N, D') in v's type, any finite values in padding, and S after the last valid position.
 
     Raises:
-        ValueError: If an argument has a wrong shape or type. The message names it and what was expected.
-        NotImplementedError: If a gradient that was written by hand is differentiated; `plain_gated_linear_attention`
-            supports that.
+        ValueError: If an argument has a wrong shape or type, or the form can't be used. The message names it and what
+            was expected.
+        NotImplementedError: If a gradient that was written by hand is differentiated.
     """
-    if k.dtype == v.dtype == q.dtype and fla.use(q.device, q.dtype, q.size(-1), gated=_is_gated(log_decay)):
-        _check(q, k, v, state, log_decay, beta, lengths)
+    _check(q, k, v, state, log_decay, beta, lengths)
+    if form is None and q.dtype == k.dtype == v.dtype:
+        is_gated = log_decay is not None and log_decay.dim() > 1
+        form = "fla" if fla.use(q.device, q.dtype, q.size(-1), gated=is_gated) else None
+    if form == "fla":
         return fla.gated_linear_attention(q, k, v, state, log_decay=log_decay, beta=beta, lengths=lengths)
-    if not _use_operator(q, k, v, state):
-        return plain_gated_linear_attention(
-            q, k, v, state, log_decay=log_decay, beta=beta, lengths=lengths, chunk_size=chunk_size
-        )
-    return _operator(q, k, v, state, log_decay=log_decay, beta=beta, lengths=lengths, chunk_size=chunk_size)
-
-
-def _is_gated(log_decay: Tensor | None) -> bool:
-    return log_decay is not None and log_decay.dim() > 1
-
-
-def _operator(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    state: Tensor,
-    *,
-    log_decay: Tensor | None = None,
-    beta: Tensor | None = None,
-    lengths: Tensor | None = None,
-    chunk_size: int = 64,
-) -> tuple[Tensor, Tensor]:
-    _check(q, k, v, state, log_decay, beta, lengths)
-    return _OPERATOR(q, k, v, state, _by_position(log_decay, q), beta, lengths, chunk_size)
-
-
-def use_kernels(q: Tensor, k: Tensor, v: Tensor, state: Tensor) -> bool:
-    """Return whether kernels compute `gated_linear_attention`, in Triton or C++.
-
-    A warning gives the reason once if they can't be used, unless the plain form was asked for.
-
-    Raises:
-        ValueError: If `LIT_EFFATTN_KERNELS` is not a form, or one that can't be used.
-    """
-    dtypes = (q.dtype, k.dtype, v.dtype, state.dtype)
-    return _chosen(os.environ.get(selection.KERNELS, ""), q.device, dtypes, q.size(-1))
-
-
-@torch.compiler.assume_constant_result
-def _chosen(asked: str, device: torch.device, dtypes: tuple[torch.dtype, ...], width: int) -> bool:
-    if selection.use_triton(WHAT, asked, device, dtypes, width, None, lambda: _failure(device, dtypes[0], width)):
-        return True
-    return selection.use_cpp(WHAT, asked, device, dtypes, cpp_kernels.NAME)
-
-
-def _use_operator(q: Tensor, k: Tensor, v: Tensor, state: Tensor) -> bool:
-    """Return whether to use the operator: on the CPU also without kernels, since its backward pass saves memory."""
-    if torch.compiler.is_exporting():
-        return q.device.type == "cpu" and keeps()
-    return (q.device.type == "cpu" and not selection.interpreted()) or use_kernels(q, k, v, state)
-
-
-@cache
-def _failure(device: torch.device, dtype: torch.dtype, width: int) -> str | None:
-    """Compare the Triton kernels with the plain form, once."""
-
-    def compare() -> tuple[list[Tensor], list[Tensor]]:
-        random = torch.Generator().manual_seed(0)
-        q, k, v, g = (torch.randn(1, 2, 150, width, generator=random).to(device, dtype) for _ in range(4))
-        state = torch.randn(1, 2, width, width, generator=random).to(device)
-        log_decay, beta = (torch.rand(1, 2, 150, generator=random).to(device) for _ in range(2))
-        results: list[list[Tensor]] = []
-        for function, full in ((_operator, dtype), (plain_gated_linear_attention, torch.float32)):
-            results.append([])
-            for gates in ({}, {"log_decay": -log_decay, "beta": beta}):
-                heads = (t.to(full) for t in (q, F.normalize(k, dim=-1), v))
-                given = [t.detach().requires_grad_() for t in (*heads, state, *gates.values())]
-                options: dict[str, Any] = dict(zip(gates, given[4:], strict=True))
-                outputs = function(*given[:4], **options)
-                results[-1] += [*outputs, *torch.autograd.grad(outputs, given, (g.to(full), state))]
-        return results[0], results[1]
-
-    return selection.failed_self_check(device, dtype, compare)
-
-
-def plain_gated_linear_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    state: Tensor,
-    *,
-    log_decay: Tensor | None = None,
-    beta: Tensor | None = None,
-    lengths: Tensor | None = None,
-    chunk_size: int = 64,
-) -> tuple[Tensor, Tensor]:
-    """Compute `gated_linear_attention` in operations that autograd differentiates, any number of times.
-
-    Memory O(N (C + D + D' + D D' / C)): never N × N, never N × D × D'.
-    """
-    _check(q, k, v, state, log_decay, beta, lengths)
-    with torch.autocast(q.device.type, enabled=False):
-        return _forward_in_pytorch(q, k, v, state, _by_position(log_decay, q), beta, lengths, chunk_size)
+    form = choose_form(form, WHAT, "gated_linear", q, k, v, state, width=q.size(-1))
+    arguments = (q, k, v, state, _by_position(log_decay, q), beta, lengths, chunk_size)
+    return _forward_in_pytorch(*arguments) if form == "plain" else _OPERATOR(*arguments, form)
 
 
 def gated_linear_step(
@@ -193,12 +106,11 @@ def gated_linear_step(
     _check(q, k, v, state, log_decay, beta, lengths)
     if q.size(2) != 1:
         raise ValueError(f"q has {q.size(2)} positions; a step takes one, gated_linear_attention any number")
-    with torch.autocast(q.device.type, enabled=False):
-        k, log_decay, beta = _masked(k, state.dtype, _by_position(log_decay, q), beta, lengths)
-        decay = None if log_decay is None else log_decay.exp()
-        heads = (q.to(state.dtype), k, v.to(state.dtype))
-        y, state = recurrent_step(*heads, state, decay=decay, beta=beta, in_place=in_place)
-        return y.to(v.dtype), state
+    k, log_decay, beta = _masked(k, state.dtype, _by_position(log_decay, q), beta, lengths)
+    decay = None if log_decay is None else log_decay.exp()
+    heads = (q.to(state.dtype), k, v.to(state.dtype))
+    y, state = recurrent_step(*heads, state, decay=decay, beta=beta, in_place=in_place)
+    return y.to(v.dtype), state
 
 
 def gated_linear_weights(
@@ -346,19 +258,6 @@ class _Chunks:
             state = self.decayed(c, state) + self.k_out[:, :, c].mT @ u
         return torch.stack(before, 2), torch.stack(values, 2), state
 
-    def state_gradients(self, g: Tensor, g_state: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return R after each chunk (B, H, M, D, D'), X, and R before the first chunk, of `_backward_in_pytorch`."""
-        of_u, after, gradients = self.scores.mT @ g, [], []
-        for c in reversed(range(self.v.size(2))):
-            after.append(g_state)
-            x = of_u[:, :, c] + self.k_out[:, :, c] @ g_state
-            g_state = self.decayed(c, g_state) + self.q_in[:, :, c].mT @ g[:, :, c]
-            if self.beta is not None:
-                x = self.inverse[:, :, c].mT @ x
-                g_state = g_state - self.k_in[:, :, c].mT @ (self.beta[:, :, c] * x)
-            gradients.append(x)
-        return torch.stack(after[::-1], 2), torch.stack(gradients[::-1], 2), g_state
-
 
 def _from_start(log_decay: Tensor) -> Tensor:
     """Return the decays from before the first position to each, (…, C, D or 1)."""
@@ -391,24 +290,6 @@ def _scores(x: Tensor, k: Tensor, log_decay: Tensor | None) -> Tensor:
         corner = first.size(-1)
         scores = torch.cat([F.pad(first, (0, corner)), torch.cat([rows @ columns.mT, second], -1)], -2)
     return scores[..., 0, :c, :c]
-
-
-def _scores_backward(g: Tensor, x: Tensor, k: Tensor, log_decay: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Return the gradients of x and k from that of `_scores`, without that of the decays."""
-    if log_decay is None or log_decay.size(-1) == 1:
-        g = g.tril() if log_decay is None else g * _between(log_decay)
-        return g @ k, g.mT @ x
-    c, x, k, log_decay = x.size(-2), *_filled_up(x, k, log_decay)
-    g = F.pad(g, [0, x.size(-2) - c] * 2)
-    on_diagonal = g.diagonal(dim1=-2, dim2=-1)[..., None]
-    g_x, g_k = on_diagonal * k, on_diagonal * x
-    for rows, columns, to_rows, to_columns in _halves(x, k, log_decay):
-        size = rows.size(-2)
-        squares = g.unflatten(-2, (-1, 2 * size)).unflatten(-1, (-1, 2 * size))  # (…, C / 2 s, 2 s, C / 2 s, 2 s)
-        corners = squares.diagonal(dim1=-4, dim2=-2).movedim(-1, -3)[..., size:, :size]  # (…, C / 2 s, s, s)
-        g_x = g_x + F.pad(corners @ columns * to_rows, (0, 0, size, 0)).flatten(-3, -2)
-        g_k = g_k + F.pad(corners.mT @ rows * to_columns, (0, 0, 0, size)).flatten(-3, -2)
-    return g_x[..., :c, :], g_k[..., :c, :]
 
 
 def _filled_up(*tensors: Tensor) -> list[Tensor]:
@@ -450,154 +331,52 @@ def _forward_in_pytorch(
     return chunks.join(chunks.q_in @ states + chunks.scores @ u).to(v.dtype), state
 
 
-def _backward_in_pytorch(
-    g: Tensor,
-    g_state: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    state: Tensor,
-    log_decay: Tensor | None,
-    beta: Tensor | None,
-    lengths: Tensor | None,
-    chunk_size: int,
-    *,
-    in_chunks: type[_Chunks] = _Chunks,
-) -> tuple[Any, ...]:
-    """Return the gradients of the state, q, k, v, log_decay and β, the last two None if these are.
-
-    With R for the gradient of S after a chunk, and E for that of V, from the last chunk to the first:
-
-        X = (1 + β P)⁻ᵀ (Aᵀ G + (r ∘ K) R),  E = β X,  R' = a_C ∘ R + (a ∘ Q)ᵀ G − (a ∘ K)ᵀ E
-
-    A key is read by its own position and written for those after: its gradient has a part of each. The sum of a
-    channel's logarithms up to i occurs in q_i and the key read at i as an exponential, and in the key written at i as
-    its inverse, so its gradient is q_i ∘ dq_i + k_i ∘ dk_i(read) − k_i ∘ dk_i(written). The logarithm at t is in all
-    sums from t on. Those after the chunk add up to S' ∘ R, which is computed anew, so that no error accumulates.
-    """
-    chunks = in_chunks(q, k, v, state.dtype, log_decay, beta, lengths, chunk_size)
-    states, u, last = chunks.states(state)
-    g = chunks.split(g.to(state.dtype))
-    g_after, x, g_state = chunks.state_gradients(g, g_state)
-
-    def scaled(t: Tensor, decays: Tensor | None) -> Tensor:
-        return t if decays is None else t * decays
-
-    g_q, written = _scores_backward(g @ u.mT, chunks.q, chunks.k, chunks.log_decay)
-    g_q = g_q + scaled(g @ states.mT, chunks.before)
-    written = written + scaled(u @ g_after.mT, chunks.after)
-    read, g_v = torch.zeros_like(written), x
-    g_beta = g_decay = None
-    if chunks.beta is not None:
-        g_v = chunks.beta * x
-        g_beta = x * (chunks.v - chunks.k_in @ states - chunks.overlaps @ u)
-        g_beta = heads_without_padding(chunks.join(g_beta.sum(-1, keepdim=True)), lengths)[..., 0]
-        read, more = _scores_backward((-g_v @ u.mT).tril(-1), chunks.k, chunks.k, chunks.log_decay)
-        read, written = read - scaled(g_v @ states.mT, chunks.before), written + more
-    if log_decay is not None:
-        of_sums = chunks.q * g_q + chunks.k * (read - written)  # (B, H, M, C, D)
-        of_rest = (torch.cat([states[:, :, 1:], last[:, :, None]], 2) * g_after).sum(-1)[..., None, :]
-        g_decay = of_sums.flip(-2).cumsum(-2).flip(-2) + of_rest
-        if log_decay.size(-1) == 1:
-            g_decay = g_decay.sum(-1, keepdim=True)
-        g_decay = heads_without_padding(chunks.join(g_decay), lengths)
-    g_k = heads_without_padding(chunks.join(read + written), lengths)
-    return g_state, chunks.join(g_q), g_k, chunks.join(g_v), g_decay, g_beta
+# --------------------------------------------------------------------------------------- the operator, for the kernels
 
 
-# ------------------------------------------------------------------------ the operator, which compilers see as a whole
-
-
-def _forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    state: Tensor,
-    log_decay: Tensor | None,
-    beta: Tensor | None,
-    lengths: Tensor | None,
-    chunk_size: int,
-    *,
-    in_chunks: type[_Chunks] = _Chunks,
-) -> tuple[Tensor, Tensor]:
-    out = _empty(v, state.dtype)
-    if _in_cpp(q, k, v, state):
-        state = cpp_kernels.forward(q, k, v, state, log_decay, beta, lengths, out)
-    else:
-        with torch.autocast(q.device.type, enabled=False):
-            y, state = _forward_in_pytorch(q, k, v, state, log_decay, beta, lengths, chunk_size, in_chunks=in_chunks)
-        out.copy_(y)
-    return out.to(v.dtype), state
-
-
-def _empty(t: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+def empty_like(t: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     """Allocate a tensor in the layout of `t` if that is contiguous in the last dimension."""
     like = torch.empty_like(t, dtype=dtype)
     return like if like.stride(-1) == 1 else t.new_empty(t.shape, dtype=dtype)
 
 
-def _in_cpp(q: Tensor, k: Tensor, v: Tensor, state: Tensor) -> bool:
-    """Return whether to use the kernel, whose sums are in float32."""
-    dtypes = (q.dtype, k.dtype, v.dtype, state.dtype)
-    return selection.use_cpp(WHAT, os.environ.get(selection.KERNELS, ""), q.device, dtypes, cpp_kernels.NAME)
-
-
-def _backward(g: Tensor, g_state: Tensor, *arguments: Any, in_chunks: type[_Chunks] = _Chunks) -> tuple[Tensor, ...]:
-    q, k, v, state, log_decay, beta, lengths, _ = arguments
-    results = [None if t is None else _empty(t, state.dtype) for t in (q, k, v, log_decay)]
-    results.append(None if beta is None else _empty(beta[..., None], state.dtype)[..., 0])
-    if _in_cpp(q, k, v, state):
-        g_state = cpp_kernels.backward(g, g_state, q, k, v, state, log_decay, beta, lengths, results)
-    else:
-        with torch.autocast(q.device.type, enabled=False):
-            g_state, *computed = _backward_in_pytorch(g, g_state, *arguments, in_chunks=in_chunks)
-        for to, t in zip(results, computed, strict=True):
-            if to is not None:
-                to.copy_(t)
-    g_q, g_k, g_v, g_decay, g_beta = (
-        q.new_empty(0) if to is None or t is None else to.to(t.dtype)
-        for to, t in zip(results, (q, k, v, log_decay, beta), strict=True)
-    )
-    return g_q, g_k, g_v, g_state, g_decay, g_beta
-
-
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-    *tensors, ctx.chunk_size = inputs
+    *tensors, ctx.chunk_size, ctx.form = inputs
     ctx.save_for_backward(*tensors)
 
 
 def _gradients(ctx: Any, g: Tensor, g_state: Tensor) -> tuple[Tensor | None, ...]:
     saved = ctx.saved_tensors  # once: `torch.utils.checkpoint` computes them again for one reading alone
-    *gradients, g_decay, g_beta = _OPERATOR.backward(g, g_state, *saved, ctx.chunk_size)
+    *gradients, g_decay, g_beta = _OPERATOR.backward(g, g_state, *saved, ctx.chunk_size, ctx.form)
     _, _, _, _, log_decay, beta, _ = saved
-    return *gradients, None if log_decay is None else g_decay, None if beta is None else g_beta, None, None
+    of_gates = (None if log_decay is None else g_decay, None if beta is None else g_beta)
+    return *gradients, *of_gates, None, None, None
 
 
 def _shapes(q: Tensor, k: Tensor, v: Tensor, state: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
-    return _empty(v), state.new_empty(state.shape)
+    return empty_like(v), state.new_empty(state.shape)
 
 
 def _backward_shapes(
     g: Tensor, g_state: Tensor, q: Tensor, k: Tensor, v: Tensor, state: Tensor, *rest: Any
 ) -> tuple[Tensor, ...]:
     log_decay, beta, *_ = rest
-    g_decay = q.new_empty(0) if log_decay is None else _empty(log_decay)
-    g_beta = q.new_empty(0) if beta is None else _empty(beta[..., None])[..., 0]
-    return *(_empty(t) for t in (q, k, v)), state.new_empty(state.shape), g_decay, g_beta
+    g_decay = q.new_empty(0) if log_decay is None else empty_like(log_decay)
+    g_beta = q.new_empty(0) if beta is None else empty_like(beta[..., None])[..., 0]
+    return *(empty_like(t) for t in (q, k, v)), state.new_empty(state.shape), g_decay, g_beta
 
 
 _OPERATOR = Operator(
     "gated_linear",
-    "(Tensor q, Tensor k, Tensor v, Tensor state, Tensor? log_decay, Tensor? beta, Tensor? lengths, int chunk_size) "
-    "-> (Tensor, Tensor)",
+    "(Tensor q, Tensor k, Tensor v, Tensor state, Tensor? log_decay, Tensor? beta, Tensor? lengths, int chunk_size, "
+    "str form) -> (Tensor, Tensor)",
     "(Tensor g, Tensor g_state, Tensor q, Tensor k, Tensor v, Tensor state, Tensor? log_decay, Tensor? beta, "
-    "Tensor? lengths, int chunk_size) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
-    _forward,
-    _backward,
+    "Tensor? lengths, int chunk_size, str form) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+    in_form("lit_effattn.ops.gated_linear", "forward"),
+    in_form("lit_effattn.ops.gated_linear", "backward"),
     shapes=_shapes,
     backward_shapes=_backward_shapes,
     keep=_keep,
     gradients=_gradients,
-    refusal="gated_linear_attention has no second derivative; plain_gated_linear_attention has one",
-    triton="lit_effattn.ops.gated_linear.triton_kernels",
+    refusal="the kernels of gated_linear_attention have no second derivative; form='plain' has one",
 )

@@ -18,7 +18,7 @@ launches would take longer than the traffic up to some 80 heads in a batch; beyo
 everything would save most of the traffic, but would form the exponents and solve the triangular systems a second time,
 for four decays, both rules and both directions.
 
-Only the arguments are saved for the backward pass. Memory is that of the form in PyTorch, O(N (C + D + D')), plus
+Only the arguments are saved for the backward pass. It recomputes the rest in memory O(N (C + D + D')), plus
 O(N D (D + D') / C) for T and the states. No result depends on the order in which programs run.
 """
 
@@ -30,9 +30,11 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from torch.nn import functional as F
 
 from lit_effattn.ops.gated_linear import pytorch
 from lit_effattn.ops.linear.triton_kernels import _NARROWEST, _WIDE, _dot, _padded, _precision
+from lit_effattn.sequence import heads_without_padding
 
 _COLUMNS = 16  # of a program, the fewest of a product: the programs of one head share T in the GPU's cache
 
@@ -92,7 +94,7 @@ class _Chunks(pytorch._Chunks):
         return before, v if self.w is None else v - self.w @ before, last
 
     def state_gradients(self, g: Tensor, g_state: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """See `pytorch._Chunks.state_gradients`."""
+        """Return R after each chunk (B, H, M, D, D'), X, and R before the first chunk: see `_gradients`."""
         of_u, added = self.scores.mT @ g, self.q_in.mT @ g
         if self.w is not None:
             added = added - self.w.mT @ of_u
@@ -116,14 +118,96 @@ class _Chunks(pytorch._Chunks):
         return states, last
 
 
-def forward(*arguments: Any) -> tuple[Tensor, Tensor]:
+def _score_gradients(g: Tensor, x: Tensor, k: Tensor, log_decay: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Return the gradients of x and k from that of `_scores`, without that of the decays."""
+    if log_decay is None or log_decay.size(-1) == 1:
+        g = g.tril() if log_decay is None else g * pytorch._between(log_decay)
+        return g @ k, g.mT @ x
+    c, x, k, log_decay = x.size(-2), *pytorch._filled_up(x, k, log_decay)
+    g = F.pad(g, [0, x.size(-2) - c] * 2)
+    on_diagonal = g.diagonal(dim1=-2, dim2=-1)[..., None]
+    g_x, g_k = on_diagonal * k, on_diagonal * x
+    for rows, columns, to_rows, to_columns in pytorch._halves(x, k, log_decay):
+        size = rows.size(-2)
+        squares = g.unflatten(-2, (-1, 2 * size)).unflatten(-1, (-1, 2 * size))  # (…, C / 2 s, 2 s, C / 2 s, 2 s)
+        corners = squares.diagonal(dim1=-4, dim2=-2).movedim(-1, -3)[..., size:, :size]  # (…, C / 2 s, s, s)
+        g_x = g_x + F.pad(corners @ columns * to_rows, (0, 0, size, 0)).flatten(-3, -2)
+        g_k = g_k + F.pad(corners.mT @ rows * to_columns, (0, 0, 0, size)).flatten(-3, -2)
+    return g_x[..., :c, :], g_k[..., :c, :]
+
+
+def _gradients(
+    g: Tensor,
+    g_state: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    state: Tensor,
+    log_decay: Tensor | None,
+    beta: Tensor | None,
+    lengths: Tensor | None,
+    chunk_size: int,
+) -> tuple[Any, ...]:
+    """Return the gradients of the state, q, k, v, log_decay and β, the last two None if these are.
+
+    With R for the gradient of S after a chunk, and E for that of V, from the last chunk to the first:
+
+        X = (1 + β P)⁻ᵀ (Aᵀ G + (r ∘ K) R),  E = β X,  R' = a_C ∘ R + (a ∘ Q)ᵀ G − (a ∘ K)ᵀ E
+
+    A key is read by its own position and written for those after: its gradient has a part of each. The sum of a
+    channel's logarithms up to i occurs in q_i and the key read at i as an exponential, and in the key written at i as
+    its inverse, so its gradient is q_i ∘ dq_i + k_i ∘ dk_i(read) − k_i ∘ dk_i(written). The logarithm at t is in all
+    sums from t on. Those after the chunk add up to S' ∘ R, which is computed anew, so that no error accumulates.
+    """
+    chunks = _Chunks(q, k, v, state.dtype, log_decay, beta, lengths, chunk_size)
+    states, u, last = chunks.states(state)
+    g = chunks.split(g.to(state.dtype))
+    g_after, x, g_state = chunks.state_gradients(g, g_state)
+
+    def scaled(t: Tensor, decays: Tensor | None) -> Tensor:
+        return t if decays is None else t * decays
+
+    g_q, written = _score_gradients(g @ u.mT, chunks.q, chunks.k, chunks.log_decay)
+    g_q = g_q + scaled(g @ states.mT, chunks.before)
+    written = written + scaled(u @ g_after.mT, chunks.after)
+    read, g_v = torch.zeros_like(written), x
+    g_beta = g_decay = None
+    if chunks.beta is not None:
+        g_v = chunks.beta * x
+        g_beta = x * (chunks.v - chunks.k_in @ states - chunks.overlaps @ u)
+        g_beta = heads_without_padding(chunks.join(g_beta.sum(-1, keepdim=True)), lengths)[..., 0]
+        read, more = _score_gradients((-g_v @ u.mT).tril(-1), chunks.k, chunks.k, chunks.log_decay)
+        read, written = read - scaled(g_v @ states.mT, chunks.before), written + more
+    if log_decay is not None:
+        of_sums = chunks.q * g_q + chunks.k * (read - written)  # (B, H, M, C, D)
+        of_rest = (torch.cat([states[:, :, 1:], last[:, :, None]], 2) * g_after).sum(-1)[..., None, :]
+        g_decay = of_sums.flip(-2).cumsum(-2).flip(-2) + of_rest
+        if log_decay.size(-1) == 1:
+            g_decay = g_decay.sum(-1, keepdim=True)
+        g_decay = heads_without_padding(chunks.join(g_decay), lengths)
+    g_k = heads_without_padding(chunks.join(read + written), lengths)
+    return g_state, chunks.join(g_q), g_k, chunks.join(g_v), g_decay, g_beta
+
+
+def forward(
+    q: Tensor, k: Tensor, v: Tensor, state: Tensor, log_decay: Tensor | None, *arguments: Any
+) -> tuple[Tensor, Tensor]:
     """Compute the operator `gated_linear`: see `pytorch.gated_linear_attention`."""
-    return pytorch._forward(*arguments, in_chunks=_Chunks)
+    with torch.autocast(q.device.type, enabled=False):
+        y, state = pytorch._forward_in_pytorch(q, k, v, state, log_decay, *arguments, in_chunks=_Chunks)
+    return pytorch.empty_like(v).copy_(y), state
 
 
-def backward(*arguments: Any) -> tuple[Tensor, ...]:
-    """Compute its gradients.
+def backward(g: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
+    """Compute its gradients, as `cpp_kernels.backward`.
 
     The arguments are the gradients of the two tensors that `forward` returned, and the arguments of `forward`.
     """
-    return pytorch._backward(*arguments, in_chunks=_Chunks)
+    _, q, k, v, _, log_decay, beta, *_ = arguments
+    with torch.autocast(g.device.type, enabled=False):
+        g_state, *computed = _gradients(g, *arguments)
+    g_q, g_k, g_v, g_decay, g_beta = (
+        g.new_empty(0) if t is None else pytorch.empty_like(t).copy_(result)
+        for result, t in zip(computed, (q, k, v, log_decay, beta), strict=True)
+    )
+    return g_q, g_k, g_v, g_state, g_decay, g_beta

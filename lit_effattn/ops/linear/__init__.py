@@ -1,1 +1,1 @@
-"""Linear attention: the forms in PyTorch, the dispatch to kernels, and the kernels in C++ and Triton."""
+"""Linear attention: the plain form, and the kernels in C++ and Triton."""

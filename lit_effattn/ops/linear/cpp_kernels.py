@@ -11,6 +11,7 @@ from torch import Tensor
 
 from lit_effattn.ops.runtime import cpp_build
 from lit_effattn.ops.runtime.cpp_build import Heads, address, copied, heads
+from lit_effattn.ops.runtime.selection import by_position
 
 NAME = "linear"
 
@@ -22,63 +23,41 @@ def _library() -> ctypes.CDLL:
     pointer: list[type] = [ctypes.c_void_p]
     flag: list[type] = [ctypes.c_int]
     common = 3 * pointer + [ctypes.c_float]
-    library.forward.argtypes = [*(3 * size), *(3 * [Heads]), *common, Heads, *pointer, *flag, *flag]
+    library.forward.argtypes = [*(3 * size), *(3 * [Heads]), *common, Heads, *flag, *flag]
     library.backward.argtypes = [*(3 * size), *(4 * [Heads]), *common, *(3 * [Heads]), *(2 * pointer), *(2 * flag)]
     library.forward.restype = library.backward.restype = None
     return library
 
 
 def forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    s: Tensor,
-    z: Tensor,
-    lengths: Tensor | None,
-    eps: float,
-    out: Tensor,
-    denominator: Tensor | None = None,
-    *,
-    elu: bool,
-) -> tuple[Tensor, Tensor]:
-    """Fill `out` and `denominator`, all in float32 or less, and return `s` and `z` after the last position.
-
-    Args:
-        q: (B, H, N, F), queries; like `k`, before the feature map elu + 1 if `elu`, else after a feature map.
-        k: (B, H, N, F), keys.
-        v: (B, H, N, D).
-        s: (B, H, F, D), the sum of φ(k) vᵀ before the first position.
-        z: (B, H, F), the sum of φ(k).
-        lengths: (B,), number of valid positions; None: all are valid. Outputs of padding are 0.
-        eps: Keeps the division finite where no key is seen.
-        out: (B, H, N, D) in float32, contiguous in its last dimension.
-        denominator: (B, H, N) in float32, contiguous; None: not computed.
-        elu: Whether to apply the feature map to queries and keys.
-    """
-    q, k, v = heads(q), heads(k), heads(v)
+    q: Tensor, k: Tensor, v: Tensor, s: Tensor, z: Tensor, lengths: Tensor | None, elu: bool, eps: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Compute `causal_linear_attention`, whose arguments these are. Outputs of padding are 0."""
+    q, k, values = heads(q), heads(k), heads(v)
+    out = by_position(v, torch.float32)
     s, z = copied(s), copied(z)
     lengths = None if lengths is None else lengths.long().contiguous()
     _library().forward(
-        *(*q.shape[:3], *map(Heads.of, (q, k, v)), *map(address, (s, z, lengths)), eps),
-        *(Heads.of(out), address(denominator), elu, torch.get_num_threads()),
+        *(*q.shape[:3], *map(Heads.of, (q, k, values)), *map(address, (s, z, lengths)), eps),
+        *(Heads.of(out), elu, torch.get_num_threads()),
     )
-    return s, z
+    return out.to(v.dtype), s, z
 
 
-def backward(*arguments: Any, elu: bool) -> tuple[Tensor, Tensor]:
-    """Fill the gradients of q, k and v, and return those of `s` and `z`.
+def backward(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Return the gradients of q, k, v, `s` and `z`.
 
-    The arguments are the gradients of the output (B, H, N, D) and of the last `s` and `z`, then those of `forward` from
-    `q` to `eps`, then the gradients to fill: in float32, in the shapes of their arguments, and contiguous in the last
-    dimension.
+    The arguments are the gradients of the output (B, H, N, D) and of the last `s` and `z`, then those of `forward`.
     """
-    g, g_s, g_z, q, k, v, s, z, lengths, eps, g_q, g_k, g_v = arguments
-    g, q, k, v = heads(g), heads(q), heads(k), heads(v)
+    g, g_s, g_z, *given, s, z, lengths, elu, eps = arguments
+    g, q, k, v = heads(g), *map(heads, given)
     s, z = s.float().contiguous(), z.float().contiguous()
     g_s, g_z = copied(g_s), copied(g_z)
+    results = [by_position(t, torch.float32) for t in given]
     lengths = None if lengths is None else lengths.long().contiguous()
     _library().backward(
         *(*q.shape[:3], *map(Heads.of, (g, q, k, v)), *map(address, (s, z, lengths)), eps),
-        *(*map(Heads.of, (g_q, g_k, g_v)), *map(address, (g_s, g_z)), elu, torch.get_num_threads()),
+        *(*map(Heads.of, results), *map(address, (g_s, g_z)), elu, torch.get_num_threads()),
     )
-    return g_s, g_z
+    g_q, g_k, g_v = (to.to(t.dtype) for to, t in zip(results, given, strict=True))
+    return g_q, g_k, g_v, g_s, g_z

@@ -1,19 +1,18 @@
 // Causal linear attention on the CPU, forward and backward (Katharopoulos et al. 2020, equations 7 and 16 to 20).
 //
-// Letters are those of `causal_linear_attention` and of `_backward_rows` in pytorch.py. A thread computes a head of a
+// Letters are those of `causal_linear_attention` in pytorch.py. A thread computes a head of a
 // row.
 
 #include "../runtime/gemm_tiles.hpp"
 
 namespace {
 
-Index forward_room(Index F, Index D) { return F * D + F + 2 * C * F + C * (F + D) + C * D + C * C + 2 * C + 16; }
+Index forward_room(Index F, Index D) { return F * D + F + 2 * C * F + C * (F + D) + C * D + C * C + C + 16; }
 
 template <Map map>
-void forward_row(const Sizes& sizes, Head q, Head k, Head v, float* s, float* z, Head out, float* denominator,
-                 float eps, Room& room) {
+void forward_row(const Sizes& sizes, Head q, Head k, Head v, float* s, float* z, Head out, float eps, Room& room) {
   const auto [n, f, d, F, D] = sizes;
-  float *S = room.take(F * D), *Z = room.take(F), *below = room.take(C), *above = room.take(C), *A = room.take(C * C);
+  float *S = room.take(F * D), *Z = room.take(F), *above = room.take(C), *A = room.take(C * C);
   float *q_room = room.take(C * F), *k_room = room.take(C * F), *v_room = room.take(C * D);
   float *const Qt = room.take(C * (F + D)), *const Y = Qt;  // Y after the last use of Qt
   std::memset(S, 0, sizeof(float) * F * D);
@@ -43,11 +42,8 @@ void forward_row(const Sizes& sizes, Head q, Head k, Head v, float* s, float* z,
         for (int p = 0; p < 4; ++p) parts[p] += Z[c + p] * load(Qt + (c + p) * C + i);
       for (Index j = 0; j < i + W; j += 4)
         for (int p = 0; p < 4; ++p) parts[p] += load(A + (j + p) * C + i);
-      const Vector x = (parts[0] + parts[1]) + (parts[2] + parts[3]);
-      store(below + i, x);
-      store(above + i, 1.f / x);
+      store(above + i, 1.f / ((parts[0] + parts[1]) + (parts[2] + parts[3])));
     }
-    if (denominator) std::memcpy(denominator + i0, below, sizeof(float) * here);
     multiply(ahead, C, D, F, {Q.p, Q.row, 1}, S, D, Y, D, SET);
     multiply_lower(D, {A, 1, C}, V, Y, D);
     write(out, i0, here, D, Y, above);
@@ -178,9 +174,9 @@ void backward_row(const Sizes& sizes, Head g, Head q, Head k, Head v, const floa
 extern "C" {
 
 // s and z: before the first position, overwritten with those after the last. lengths: valid positions; the outputs and
-// gradients of padding are 0. lengths and denominator may be null.
+// gradients of padding are 0. lengths may be null.
 void forward(Index batch, Index heads, Index n, Heads q, Heads k, Heads v, float* s, float* z, const Index* lengths,
-             float eps, Heads out, float* denominator, int elu, int threads) {
+             float eps, Heads out, int elu, int threads) {
   const Index f = k.width, d = v.width, F = padded(f), D = padded(d);
   in_large_pages(out, batch * heads * n * d);
 #pragma omp parallel num_threads(threads)
@@ -194,8 +190,7 @@ void forward(Index batch, Index heads, Index n, Heads q, Heads k, Heads v, float
       const Sizes sizes = {valid, f, d, F, D};
       clear(out.row(b, h), valid, n);
       (elu ? forward_row<ELU> : forward_row<NONE>)(
-          sizes, q.row(b, h), k.row(b, h), v.row(b, h), s + row * f * d, z + row * f, out.row(b, h),
-          denominator ? denominator + row * n : nullptr, eps, room);
+          sizes, q.row(b, h), k.row(b, h), v.row(b, h), s + row * f * d, z + row * f, out.row(b, h), eps, room);
     }
   }
 }

@@ -328,7 +328,7 @@ def _key_value_gradients(
 
 
 def forward(
-    q: Tensor, k: Tensor, v: Tensor, s: Tensor, z: Tensor, lengths: Tensor | None, eps: float
+    q: Tensor, k: Tensor, v: Tensor, s: Tensor, z: Tensor, lengths: Tensor | None, elu: bool, eps: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Compute causal linear attention with φ(x) = elu(x) + 1.
 
@@ -339,6 +339,7 @@ def forward(
         s: (B, H, D, DV), Σ φ(k) vᵀ before the first position, in float32.
         z: (B, H, D), Σ φ(k) before the first position, in float32.
         lengths: (B,), number of valid keys; None: all.
+        elu: True.
         eps: Constant that is added to the denominator.
 
     Returns:
@@ -361,7 +362,7 @@ def backward(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
 
     The arguments are the gradients of the three tensors that `forward` returned, and the arguments of `forward`.
     """
-    g, g_s, g_z, q, k, v, s, z, lengths, eps = arguments
+    g, g_s, g_z, q, k, v, s, z, lengths, _, eps = arguments
     plan = _Plan(q, v, backward=True)
     s, z, g_s, g_z = (t.contiguous() for t in (s, z, g_s, g_z))
     lengths = None if lengths is None else lengths.contiguous()

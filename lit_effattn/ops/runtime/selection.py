@@ -1,31 +1,33 @@
-"""Selection of kernels: Triton on CUDA and C++ on the CPU where possible, else PyTorch ("plain").
+"""Selection of an operation's form: Triton on CUDA and C++ on the CPU where possible, else PyTorch ("plain").
 
-Triton kernels are compared with the plain form before their first use. C++ kernels are compiled before their first use
-(see `cpp_build`). The environment variable `LIT_EFFATTN_KERNELS` forces a form: "plain", "triton", "fla" (the
-recurrences by flash-linear-attention, else as "triton") or "c++". If a forced form is not usable, an error is raised.
+C++ kernels are compiled before their first use (see `cpp_build`). The environment variable `LIT_EFFATTN_KERNELS` forces
+a form: "plain", "triton", "fla" (the recurrences by flash-linear-attention, else as "triton") or "cpp". If a forced
+form is not usable, an error is raised.
 """
 
 from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache
 from importlib.util import find_spec
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from lit_effattn.ops.runtime import cpp_build
-from lit_effattn.ops.runtime.differences import largest_relative_difference
 
 KERNELS = "LIT_EFFATTN_KERNELS"
 """The environment variable that forces a form."""
 
-FORMS = ("plain", "triton", "fla", "c++")
+FORMS = ("plain", "triton", "fla", "cpp")
 """The values of `KERNELS`."""
+
+Form = Literal["plain", "triton", "fla", "cpp", "onnx"]
+"""How an operation is computed; "onnx": an exported program contains the operator, which ONNX has too."""
 
 TYPES = (torch.bfloat16, torch.float16, torch.float32)
 """Supported types of queries, keys and values."""
@@ -36,96 +38,92 @@ WIDEST = 128
 _INTERPRET = "TRITON_INTERPRET"  # Triton's variable: its kernels then run in Python, on the CPU
 _OLDEST = (8, 0)  # compute capability, the first with TF32
 
+_keeps_operators = False
 
-def use_triton(
-    what: str,
-    asked: str,
-    device: torch.device,
-    dtypes: tuple[torch.dtype, ...],
-    width: int,
-    obstacle: str | None,
-    trial: Callable[[], str | None],
-) -> bool:
-    """Return whether to use Triton kernels.
 
-    On CUDA, a warning gives the reason once if they can't be used, unless another form was asked for.
+@contextmanager
+def kept() -> Iterator[None]:
+    """Within the context, programs of `torch.export` keep the operators for which ONNX has one too.
 
-    Args:
-        what: Name of the operation, for messages.
-        asked: The value of `LIT_EFFATTN_KERNELS`, "" if it is not set.
-        device: Device of the tensors.
-        dtypes: Types of the tensors.
-        width: Largest width of the tensors.
-        obstacle: Why these kernels in particular can't be used, or None.
-        trial: Compares the kernels with the plain form on this device; returns the fault, or None.
+    Otherwise they consist of PyTorch's own operators, which any program can run.
+    """
+    global _keeps_operators
+    before, _keeps_operators = _keeps_operators, True
+    try:
+        yield
+    finally:
+        _keeps_operators = before
+
+
+def default_form(device: torch.device) -> Form:
+    """Return the form of operations on `device`, if their kernels can be used.
 
     Raises:
-        ValueError: If `LIT_EFFATTN_KERNELS` is not a form, or is "triton", which can't be used.
+        ValueError: If `LIT_EFFATTN_KERNELS` is not a form.
     """
-    if _form(asked, device) != "triton":
-        return False
-    obstacle = _obstacle_of_device(device) or obstacle or _obstacle_of_tensors(dtypes, width)
-    if obstacle is None and asked == "":
-        obstacle = trial()
-    return _usable_or_raise(what, asked, obstacle)
-
-
-def use_cpp(what: str, asked: str, device: torch.device, dtypes: tuple[torch.dtype, ...], name: str) -> bool:
-    """Return whether to use C++ kernels.
-
-    On the CPU, a warning gives the reason once if they can't be used, unless another form was asked for. There are none
-    for float64, which causes no warning.
-
-    Args:
-        what: Name of the operation, for messages.
-        asked: The value of `LIT_EFFATTN_KERNELS`, "" if it is not set.
-        device: Device of the tensors.
-        dtypes: Types of the tensors.
-        name: Name of the source.
-
-    Raises:
-        ValueError: If `LIT_EFFATTN_KERNELS` is not a form, or is "c++", which can't be used.
-    """
-    if _form(asked, device) != "c++":
-        return False
-    if device.type != "cpu":
-        return _usable_or_raise(what, asked, f"the tensors are on {device}; they are for the CPU")
-    if not set(dtypes) <= set(TYPES):
-        return asked != "" and _usable_or_raise(what, asked, _obstacle_of_tensors(dtypes, 0))
-    return _usable_or_raise(what, asked, cpp_build.obstacle(name))
-
-
-def use_cpp_in_float32(what: str, name: str, heads: tuple[Tensor, ...], sums: tuple[Tensor, ...]) -> bool:
-    """Return whether to use C++ kernels for float32 alone, whose inputs `heads` are contiguous in the last dimension.
-
-    See `use_cpp` for `what`, `name` and the warning.
-    """
-    if any(t.dtype != torch.float32 for t in (*heads, *sums)) or any(t.stride(-1) != 1 for t in heads):
-        return False
-    return use_cpp(what, os.environ.get(KERNELS, ""), heads[0].device, (torch.float32,), name)
-
-
-def _form(asked: str, device: torch.device) -> str:
-    """Return the form asked for, or else the device's default; plain in an exported program, which sums run."""
+    asked = os.environ.get(KERNELS, "")
     if asked not in ("", *FORMS):
         raise ValueError(
             f"{KERNELS}={asked!r} in the environment is not one of {', '.join(FORMS)}; unset it for an automatic choice"
         )
     if torch.compiler.is_exporting():
-        return "plain"
+        return "onnx" if _keeps_operators else "plain"
     if asked == "fla":
         return "triton"
-    return asked or {"cuda": "triton", "cpu": "c++"}.get(device.type, "plain")
+    return asked or {"cuda": "triton", "cpu": "cpp"}.get(device.type, "plain")  # type: ignore[return-value]
 
 
-def _usable_or_raise(what: str, asked: str, obstacle: str | None) -> bool:
-    """Return whether there is no obstacle. Warn of an obstacle, or raise it if the form was asked for."""
+def choose_form(
+    form: Form | None, what: str, name: str, *tensors: Tensor, width: int, obstacle: str | None = None
+) -> Form:
+    """Return `form`, or choose the form of an operation by the device, the types and the widths of its tensors.
+
+    A warning gives the reason once if kernels can't be used, unless a form was asked for. There are none for float64 on
+    the CPU, which causes no warning.
+
+    Args:
+        form: The form asked for. None: what `LIT_EFFATTN_KERNELS` says, or the fastest.
+        what: Name of the operation, for messages.
+        name: Its folder in `lit_effattn.ops`.
+        tensors: Its heads and sums, whose types and device are checked.
+        width: The largest width of a head.
+        obstacle: Why its Triton kernels in particular can't be used, or None.
+
+    Raises:
+        ValueError: If the form that was asked for can't be used, or `LIT_EFFATTN_KERNELS` is not a form.
+    """
+    return _chosen(form, what, name, tensors[0].device, tuple(t.dtype for t in tensors), width, obstacle)
+
+
+@torch.compiler.assume_constant_result
+def _chosen(
+    form: Form | None,
+    what: str,
+    name: str,
+    device: torch.device,
+    dtypes: tuple[torch.dtype, ...],
+    width: int,
+    obstacle: str | None,
+) -> Form:
+    chosen, is_forced = form or default_form(device), bool(form or os.environ.get(KERNELS))
+    if chosen == "triton":
+        obstacle = _obstacle_of_device(device) or obstacle or _obstacle_of_types(dtypes) or _obstacle_of_width(width)
+    elif chosen == "cpp" and device.type != "cpu":
+        obstacle = f"the tensors are on {device}; they are for the CPU"
+    elif chosen == "cpp":
+        obstacle = _obstacle_of_types(dtypes)
+        if obstacle is not None and not is_forced:
+            return "plain"
+        obstacle = obstacle or cpp_build.obstacle(name)
+    else:
+        return chosen
     if obstacle is None:
-        return True
-    if asked != "":
-        raise ValueError(f"{KERNELS}={asked}, but the kernels of {what} can't be used: {obstacle}")
+        return chosen
+    if is_forced:
+        said = f"{KERNELS}={chosen}" if form is None else f"form={chosen}"
+        raise ValueError(f"{said}, but the kernels of {what} can't be used: {obstacle}")
     _notice(what, obstacle)
-    return False
+    return "plain"
 
 
 def _obstacle_of_device(device: torch.device) -> str | None:
@@ -140,13 +138,13 @@ def _obstacle_of_device(device: torch.device) -> str | None:
     return None
 
 
-def _obstacle_of_tensors(dtypes: tuple[torch.dtype, ...], width: int) -> str | None:
-    for dtype in dtypes:
-        if dtype not in TYPES:
-            return f"{dtype} is not one of their types; choose torch.float32 or less"
-    if width > WIDEST:
-        return f"heads of width {width} are wider than {WIDEST}; choose more heads"
-    return None
+def _obstacle_of_types(dtypes: tuple[torch.dtype, ...]) -> str | None:
+    other = next((dtype for dtype in dtypes if dtype not in TYPES), None)
+    return None if other is None else f"{other} is not one of their types; choose torch.float32 or less"
+
+
+def _obstacle_of_width(width: int) -> str | None:
+    return f"heads of width {width} are wider than {WIDEST}; choose more heads" if width > WIDEST else None
 
 
 @cache
@@ -156,65 +154,6 @@ def _notice(what: str, obstacle: str) -> None:
         f"{KERNELS}=plain in the environment silences this",
         stacklevel=6,
     )
-
-
-def failed_self_check(
-    device: torch.device,
-    dtype: torch.dtype,
-    compare: Callable[[], tuple[Iterable[Tensor], Iterable[Tensor]]],
-    *,
-    most: float = 0.02,
-) -> str | None:
-    """Compare kernels with the plain form, since other GPUs and compilers may differ. Return the fault, or None.
-
-    Args:
-        device: Device of the comparison.
-        dtype: Type of the inputs.
-        compare: Returns the kernels' results, and those of the plain form in float32.
-        most: Maximum error, relative to the norm of the result.
-    """
-    try:
-        with torch.inference_mode(False), torch.enable_grad():
-            results, expected = compare()
-        worst = largest_relative_difference(results, expected)
-    except Exception as error:  # Triton's compiler and the driver raise many types
-        return f"tried on {device} in {dtype}, they fail: {type(error).__name__}: {str(error).partition(chr(10))[0]}"
-    # bfloat16 rounds to 2⁻⁹; a wrong result is off by far more.
-    return None if worst < most else f"tried on {device} in {dtype}, they are off by {worst:.1%}"
-
-
-def refuse_others(
-    sums: dict[str, Tensor],
-    heads: dict[str, Tensor],
-    otherwise: str,
-    *,
-    widest: int | None = WIDEST,
-    widest_in_full: int | None = None,
-) -> None:
-    """Check that `sums` are in float32, and that kernels support the types and widths of `heads`.
-
-    `widest` is the maximum width of heads (None: no maximum), `widest_in_full` that in float32 (None: `widest`).
-
-    Raises:
-        ValueError: If one is not. The message names the argument, its type or width, the expected ones, and
-            `otherwise`, the function that takes any.
-    """
-    for name, t in sums.items():
-        if t.dtype != torch.float32:
-            raise ValueError(f"{name} is {t.dtype}; sums must be torch.float32: {name}.float()")
-    for name, t in heads.items():
-        if t.dtype not in TYPES:
-            raise ValueError(f"{name} is {t.dtype}; expected bfloat16, float16 or float32: `{otherwise}` accepts any")
-        most = (widest_in_full if t.dtype == torch.float32 else None) or widest
-        if most is not None and t.size(-1) > most:
-            raise ValueError(
-                f"{name} is {t.dtype} of width {t.size(-1)}; expected at most {most}: `{otherwise}` accepts any"
-            )
-
-
-def interpreted() -> bool:
-    """Return whether Triton kernels were asked for; on the CPU, Triton's interpreter runs them."""
-    return os.environ.get(KERNELS) == "triton"
 
 
 def on_device(t: Tensor) -> AbstractContextManager[Any]:

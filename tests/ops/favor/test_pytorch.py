@@ -1,6 +1,5 @@
 import itertools
 import math
-import sys
 
 import pytest
 import torch
@@ -13,21 +12,14 @@ from lit_effattn.ops.favor.pytorch import (
     log_hyperbolic_features,
     log_offset,
     log_positive_features,
-    plain_causal_favor,
+    positive_favor,
     relu_features,
     trigonometric_features,
 )
-from lit_effattn.ops.runtime.selection import KERNELS
-from tests.support.kernels import check_operators
 from tests.support.rounding import rounding
-from tests.support.tensor_sizes import Largest, Made, largest_in_training
+from tests.support.tensor_sizes import Largest, largest_in_training
 
 B, H, F, D = 2, 3, 5, 4
-
-
-@pytest.fixture(autouse=True)
-def _in_pytorch(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setenv(KERNELS, "plain")
 
 
 def generator(seed: int = 0) -> torch.Generator:
@@ -144,24 +136,11 @@ def by_hand(log_q, log_k, v, causal: bool) -> torch.Tensor:
     return log_weights.softmax(-1) @ v
 
 
-def from_logs(log_q, log_k, v, s, z, m, **options):
-    """Call `causal_favor` with directions that pick the given logarithms out; −∞ can only be an offset."""
-    f = log_q.size(-1)
-    omega = torch.eye(f, dtype=log_q.dtype).expand(log_q.size(1), f, f)
-    nothing = log_k.isneginf()
-    offset = torch.zeros_like(log_k[..., 0]).masked_fill(nothing.all(-1), -torch.inf)
-    return causal_favor(log_q, log_k.masked_fill(nothing, 0), v, omega, offset, s, z, m, **options)
-
-
-FORMS = pytest.mark.parametrize("form", [from_logs, plain_causal_favor], ids=["by hand", "plain"])
-
-
-@FORMS
 @pytest.mark.parametrize("spread", [1.0, 30.0, 300.0])
-def test_causal_equals_the_definition(spread: float, form):
+def test_causal_equals_the_definition(spread: float):
     for n, chunk_size in itertools.product((1, 7, 8, 9, 23), (1, 8, 64)):
         q, k, v = logs(n, spread), logs(n, spread), values(n)
-        y, s, z, m = form(q, k, v, *empty(), chunk_size=chunk_size)
+        y, s, z, m = causal_favor(q, k, v, *empty(), chunk_size=chunk_size)
         torch.testing.assert_close(y, by_hand(q, k, v, causal=True))
         torch.testing.assert_close(m, k.amax(2))
         scaled = (k - k.amax(2, keepdim=True)).exp()
@@ -172,10 +151,9 @@ def test_causal_equals_the_definition(spread: float, form):
 
 
 @pytest.mark.parametrize("in_place", [False, True])
-@FORMS
-def test_going_on_from_the_sums(in_place: bool, form):
+def test_going_on_from_the_sums(in_place: bool):
     q, k, v = logs(17, 300.0), logs(17, 300.0), values(17)
-    _, *sums = form(q[:, :, :7], k[:, :, :7], v[:, :, :7], *empty(), chunk_size=4)
+    _, *sums = causal_favor(q[:, :, :7], k[:, :, :7], v[:, :, :7], *empty(), chunk_size=4)
     parts = []
     for i in range(7, 11):
         before = [t.clone() for t in sums]
@@ -184,14 +162,13 @@ def test_going_on_from_the_sums(in_place: bool, form):
         assert in_place or all(torch.equal(a, b) for a, b in zip(sums, before, strict=True))
         parts.append(y)
         sums = after
-    parts.append(form(q[:, :, 11:], k[:, :, 11:], v[:, :, 11:], *sums, chunk_size=4)[0])
+    parts.append(causal_favor(q[:, :, 11:], k[:, :, 11:], v[:, :, 11:], *sums, chunk_size=4)[0])
     torch.testing.assert_close(torch.cat(parts, 2), by_hand(q, k, v, causal=True)[:, :, 7:])
 
 
-@pytest.mark.usefixtures("in_float32")
-@pytest.mark.parametrize("form", [from_logs, plain_causal_favor, None], ids=["by hand", "plain", "not causal"])
+@pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("order", ["rising", "falling"])
-def test_large_norms_in_float32(form, order: str):
+def test_large_norms_in_float32(causal: bool, order: str):
     """Inputs × 30; rising keys are those that a maximum at a chunk's border underflows for."""
     n, f = 200, 16
     omega = draw_omega(1, f, D, generator=generator())
@@ -201,32 +178,28 @@ def test_large_norms_in_float32(form, order: str):
     log_q.requires_grad_(), log_k.requires_grad_()
     v = values(n, 2, 1)
     sums = empty(f, 2, 1, torch.float32)
-    y = form(log_q, log_k, v.float(), *sums)[0] if form else favor(log_q, log_k, v.float())
-    expected = by_hand(log_q.double(), log_k.double(), v, form is not None)
+    y = causal_favor(log_q, log_k, v.float(), *sums)[0] if causal else favor(log_q, log_k, v.float())
+    expected = by_hand(log_q.double(), log_k.double(), v, causal)
     largest = log_q.abs().max().item() + log_k.abs().max().item()  # of an exponent: its rounding is one of the weight
     tolerance = rounding(torch.float32, 1, largest)
     torch.testing.assert_close(y.double(), expected, rtol=tolerance, atol=tolerance)
     assert all(g.isfinite().all() for g in torch.autograd.grad(y.square().sum(), (log_q, log_k)))
 
 
-@pytest.mark.usefixtures("in_float32")
 def test_weights_sum_to_one_whatever_the_norms():
     """The denominator is never 0, nor so small that its rounding shows."""
     ones = torch.ones(B, H, 300, D)
     for spread in (10.0, 30.0, 1000.0, 1e4):
         q, k = logs(300, spread).float(), logs(300, spread).float()
-        for form in (from_logs, plain_causal_favor):
-            y = form(q, k, ones, *empty(dtype=torch.float32))[0]
+        for y in (causal_favor(q, k, ones, *empty(dtype=torch.float32))[0], favor(q, k, ones)):
             assert (y - 1).abs().max() < rounding(torch.float32, 300)
-        assert (favor(q, k, ones) - 1).abs().max() < rounding(torch.float32, 300)
 
 
-@FORMS
-def test_padding_is_nothing_and_rows_without_keys_give_0(form):
+def test_padding_is_nothing_and_rows_without_keys_give_0():
     q, k, v = (t.requires_grad_() for t in (logs(9, 300.0), logs(9, 300.0), values(9)))
     there = torch.tensor([0, 5])
     masked = k.masked_fill((torch.arange(9) >= there[:, None])[:, None, :, None], -torch.inf)
-    y, s, z, m = form(q, masked, v, *empty(), chunk_size=4)
+    y, s, z, m = causal_favor(q, masked, v, *empty(), chunk_size=4)
     assert (y[0] == 0).all()
     torch.testing.assert_close(y[1:, :, :5], by_hand(q[1:, :, :5], k[1:, :, :5], v[1:, :, :5], causal=True))
     assert all((t[0] == e[0]).all() for t, e in zip((s, z, m), empty(), strict=True))
@@ -249,30 +222,16 @@ def steep(n: int, at: int, rise: float = 1000.0, b: int = 1, h: int = 1, f: int 
 
 @pytest.mark.parametrize(("n", "at"), [(1, 9), (4, 3), (5, 9), (7, 1), (7, 6)])
 def test_gradients(n: int, at: int):
-    """Chunks of 4, and keys that rise too far at one of their positions, or nowhere."""
+    """Chunks of 4, and keys that rise far at one of their positions, or nowhere."""
     q, k = (t.requires_grad_() for t in steep(n, at))
     v = values(n, 1, 1).requires_grad_()
-    _, s, z, m = plain_causal_favor(logs(3, 1, 3, 1, 1), logs(3, 1, 3, 1, 1), values(3, 1, 1), *empty(3, 1, 1))
-    s, z = s.requires_grad_(), z.requires_grad_()
-    omega, offset = torch.randn(1, 3, 3, dtype=torch.float64), torch.randn(1, 1, n, dtype=torch.float64)
-    omega, offset = (omega + 3 * torch.eye(3)) / 3, offset.requires_grad_()
-
-    def causal(q, k, v, offset, s, z):
-        return causal_favor(q, k, v, omega, offset, s, z, m, chunk_size=4)[0]
-
-    assert torch.autograd.gradcheck(causal, (q, k, v, offset, s, z))
-
-
-def test_gradients_of_the_other_forms():
-    q, k = (logs(7, 1, 3, 1, 1).requires_grad_() for _ in range(2))
-    v = values(7, 1, 1).requires_grad_()
-    _, *sums = plain_causal_favor(logs(3, 1, 3, 1, 1), logs(3, 1, 3, 1, 1), values(3, 1, 1), *empty(3, 1, 1))
+    _, *sums = causal_favor(logs(3, 1, 3, 1, 1), logs(3, 1, 3, 1, 1), values(3, 1, 1), *empty(3, 1, 1))
     s, z = (t.requires_grad_() for t in sums[:2])
 
-    def plain(q, k, v, s, z):
-        return plain_causal_favor(q, k, v, s, z, sums[2], chunk_size=4)[0]
+    def causal(q, k, v, s, z):
+        return causal_favor(q, k, v, s, z, sums[2], chunk_size=4)[0]
 
-    assert torch.autograd.gradcheck(plain, (q, k, v, s, z))
+    assert torch.autograd.gradcheck(causal, (q, k, v, s, z))
     assert torch.autograd.gradcheck(favor, (q, k, v))
     one = tuple(t[:, :, :1].detach().requires_grad_() for t in (q, k, v))
     assert torch.autograd.gradcheck(lambda q, k, v, s, z: favor_step(q, k, v, s, z, sums[2])[0], (*one, s, z))
@@ -286,40 +245,14 @@ def gradients_of(function, inputs, weights, m, **options):
     return y, s, z, after, *torch.autograd.grad((y, s, z), inputs, weights)
 
 
-@pytest.mark.parametrize(
-    ("rows", "heads_first", "rise"),
-    [(1, True, 0.0), (20, False, 30.0), (20, True, 100.0), (1, False, 1e4)],
-)
-def test_by_hand_equals_the_plain_form_in_any_layout(rows: int, heads_first: bool, rise: float):
-    """Heads come as (B, H, N, D), or as a view of (B, N, H, D); many rows are taken in groups; some keys rise."""
-    n = 11
-
-    def laid_out(t: torch.Tensor) -> torch.Tensor:
-        return t if heads_first else t.transpose(1, 2).contiguous().transpose(1, 2)
-
-    q, k = steep(n, 5, rise, rows, H, F)
-    k[0, 0, 5:, 0] -= rise  # not in all heads
-    q, k, v = laid_out(q), laid_out(k), laid_out(values(n, rows))
-    _, s, z, m = plain_causal_favor(logs(3, b=rows), logs(3, b=rows), values(3, b=rows), *empty(b=rows))
-    weights = laid_out(values(n, rows)), torch.randn_like(s), torch.randn_like(z)
-    found = gradients_of(from_logs, (q, k, v, s, z), weights, m, chunk_size=4)
-    expected = gradients_of(plain_causal_favor, (q, k, v, s, z), weights, m, chunk_size=16)
-    for a, b in zip(found, expected, strict=True):
-        torch.testing.assert_close(a, b)
-
-
-@pytest.mark.usefixtures("in_float32")
 @pytest.mark.parametrize("rise", [0.0, 100.0])
-def test_gradients_in_float32_are_near_those_in_float64_whatever_the_autocast(rise: float):
+def test_gradients_in_float32_are_near_those_in_float64(rise: float):
     n = 300
     exact = [*steep(n, 70, rise, 1, 1, F), values(n, 1, 1)]
-    *sums, m = (t[:1, :1] for t in plain_causal_favor(logs(3), logs(3), values(3), *empty())[1:])
+    *sums, m = (t[:1, :1] for t in causal_favor(logs(3), logs(3), values(3), *empty())[1:])
     weights = [values(n, 1, 1), *(torch.randn_like(t) for t in sums)]
-    expected = gradients_of(plain_causal_favor, [*exact, *sums], weights, m)
-    with torch.autocast("cpu", torch.bfloat16):
-        found = gradients_of(
-            from_logs, [t.float() for t in (*exact, *sums)], [t.float() for t in weights], m.float(), chunk_size=64
-        )
+    expected = gradients_of(causal_favor, [*exact, *sums], weights, m)
+    found = gradients_of(causal_favor, [t.float() for t in (*exact, *sums)], [t.float() for t in weights], m.float())
     for a, b in zip(found, expected, strict=True):
         assert a.dtype == torch.float32
         a, b = (t.double().nan_to_num(neginf=-1e3) for t in (a, b))
@@ -328,78 +261,34 @@ def test_gradients_in_float32_are_near_those_in_float64_whatever_the_autocast(ri
         ) * b.norm()  # exponents up to `rise` are rounded
 
 
-@pytest.mark.usefixtures("in_float32")
 @pytest.mark.parametrize("chunk_size", [8, 64])
 def test_a_later_key_changes_no_bit_however_far_it_rises(chunk_size: int):
     n, f = 100, 16
     q, k, v = (t.float() for t in (logs(n, 3, f, 1, 2), logs(n, 3, f, 1, 2), values(n, 1, 2)))
-    y = from_logs(q, k, v, *empty(f, 1, 2, torch.float32), chunk_size=chunk_size)[0]
+    y = causal_favor(q, k, v, *empty(f, 1, 2, torch.float32), chunk_size=chunk_size)[0]
     for t in (0, 5, 63, 64, 99):
         for rise in (1e-3, 45.0, 1e4, -1e4):
             changed = k.clone()
             changed[:, 0, t] += rise
-            z = from_logs(q, changed, v, *empty(f, 1, 2, torch.float32), chunk_size=chunk_size)[0]
+            z = causal_favor(q, changed, v, *empty(f, 1, 2, torch.float32), chunk_size=chunk_size)[0]
             assert torch.equal(z[:, :, :t], y[:, :, :t])
             torch.testing.assert_close(z[:, 1], y[:, 1])  # another head
             assert t == 0 or not torch.equal(z[:, 0, t:], y[:, 0, t:])  # at 0 all of its keys are as far above
 
 
-def test_keys_of_usual_norms_are_scaled_once(monkeypatch):
-    """Else every chunk would be computed twice; the first has no maximum to go by."""
-    monkeypatch.delattr(sys.modules[causal_favor.__module__], "_halves")
-    n, f, d = 300, 64, 16
-    q, k = (torch.randn(2, 4, n, d, generator=generator(i)) for i in (1, 2))
-    omega = draw_omega(4, f, d, generator=generator()).float()
-    sums = torch.zeros(2, 4, f, d), torch.zeros(2, 4, f), torch.full((2, 4, f), -torch.inf)
-    causal_favor(q, k, q, omega, log_offset(k, f), *sums)
-    with pytest.raises(NameError, match="_halves"):
-        causal_favor(q, 10 * k, q, omega, log_offset(10 * k, f), *sums)
-
-
-@pytest.mark.usefixtures("in_float32")
-def test_the_operators_are_what_torch_expects():
-    q, k = (t.float().transpose(1, 2).contiguous().transpose(1, 2).requires_grad_() for t in (logs(5), logs(5)))
-    v, offset = values(5).float().requires_grad_(), torch.randn(B, H, 5, requires_grad=True)
-    omega = draw_omega(H, F, F, generator=generator()).float()
-    s, z, m = (t.float() for t in plain_causal_favor(logs(3), logs(3), values(3), *empty())[1:])
-    arguments = q, k, v, omega, offset, s.requires_grad_(), z.requires_grad_(), m, 2
-    check_operators("causal_favor", arguments, lambda given, out: (*out[:3], *given[:-1], out[0], out[4], given[-1]))
-
-
-def test_what_has_no_derivative_is_refused_and_named():
-    q, v = logs(5).requires_grad_(), values(5)
-    (g,) = torch.autograd.grad(from_logs(q, q, v, *empty())[0].square().sum(), q, create_graph=True)
-    with pytest.raises(NotImplementedError, match="plain_causal_favor has"):
-        g.sum().backward()
-    omega = torch.randn(H, F, F, dtype=torch.float64, requires_grad=True)
+def test_directions_with_a_gradient_are_refused():
+    q, omega = logs(5), torch.randn(H, F, F, dtype=torch.float64, requires_grad=True)
     with pytest.raises(ValueError, match=r"omega requires a gradient.*detach"):
-        causal_favor(q, q, v, omega, torch.zeros(B, H, 5, dtype=torch.float64), *empty())
+        positive_favor(q, q, values(5), omega, *empty())
 
 
 def test_nothing_of_size_n_squared_nor_n_f_d_is_made():
     n, f, d, chunk_size = 1024, 16, 16, 32
     q, k, v = torch.randn(1, 1, n, f), torch.randn(1, 1, n, f), torch.randn(1, 1, n, d)
     state = torch.zeros(1, 1, f, d), torch.zeros(1, 1, f), torch.full((1, 1, f), -torch.inf)
-    causal = largest_in_training(lambda *a: plain_causal_favor(*a, *state, chunk_size=chunk_size)[0], q, k, v)
+    causal = largest_in_training(lambda *a: causal_favor(*a, *state, chunk_size=chunk_size)[0], q, k, v)
     assert causal <= n * chunk_size  # far below n² and n f d
     assert largest_in_training(favor, q, k, v) <= n * (max(f, d) + 1)
-
-
-@pytest.mark.usefixtures("in_float32")
-def test_by_hand_little_is_made_beside_outputs_and_gradients():
-    """No features of all positions, though there are more of them than dimensions."""
-    n, e, f, d, chunk_size = 2048, 8, 32, 16, 32
-    q, k, v = (torch.randn(1, 1, n, width, requires_grad=True) for width in (e, e, d))
-    omega, offset = torch.randn(1, f, e), torch.zeros(1, 1, n, requires_grad=True)
-    state = torch.zeros(1, 1, f, d), torch.zeros(1, 1, f), torch.full((1, 1, f), -torch.inf)
-    with Made() as forward:
-        out = causal_favor(q, k, v, omega, offset, *state, chunk_size=chunk_size)[0]
-    weights = torch.rand_like(out)
-    with Made() as backward:
-        torch.autograd.grad(out, (q, k, v, offset), weights)
-    of_chunk = max(n, chunk_size * f)  # the features of a chunk, or the denominators
-    assert forward.large(of_chunk) == [n * d]  # the output
-    assert backward.large(of_chunk) == [n * e, n * e, n * d]  # gradients of q, k and v
 
 
 def test_a_step_in_place_allocates_no_sums():

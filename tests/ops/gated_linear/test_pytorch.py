@@ -9,15 +9,12 @@ from lit_effattn.ops.gated_linear.pytorch import (
     gated_linear_attention,
     gated_linear_step,
     gated_linear_weights,
-    plain_gated_linear_attention,
 )
-from lit_effattn.ops.runtime.selection import KERNELS
 from tests.support.gated_linear import DECAYS, RULES, assert_defined, by_position, definition, inputs
 from tests.support.kernels import check_operators
 from tests.support.tensor_sizes import Largest, largest_in_training
 
 each_rule = pytest.mark.parametrize(("decay", "delta"), RULES)
-FORMS = (gated_linear_attention, plain_gated_linear_attention)
 
 
 def assert_close(found, expected, **options) -> None:
@@ -29,16 +26,16 @@ def assert_close(found, expected, **options) -> None:
 def test_equals_the_definition(decay: str, delta: bool):
     for n, chunk_size in ((1, 64), (7, 1), (8, 4), (9, 4), (11, 64)):
         tensors, options = inputs(n, 5, 4, decay, delta, h=1)
-        for function in FORMS:
-            assert_defined(function, tensors, options, lengths=torch.tensor([n, n // 2]), chunk_size=chunk_size)
+        assert_defined(
+            gated_linear_attention, tensors, options, lengths=torch.tensor([n, n // 2]), chunk_size=chunk_size
+        )
 
 
 def test_broadcast_decays():
     tensors, options = inputs(7, 3, 4, "none", True)
     for shape in ((2,), (1, 2, 7), (2, 2, 1), (1, 2, 1)):
         options["log_decay"] = -torch.rand(shape, dtype=torch.float64)
-        for function in FORMS:
-            assert_defined(function, tensors, options, chunk_size=4)
+        assert_defined(gated_linear_attention, tensors, options, chunk_size=4)
 
 
 def test_segments_equal_the_whole():
@@ -88,7 +85,7 @@ def test_the_plain_form_has_second_derivatives(decay: str, delta: bool):
     tensors, options = inputs(4, 2, 2, decay, delta, h=1)
     options = {x: t for x, t in options.items() if t is not None}
     arguments = [t.requires_grad_() for t in (*tensors, *options.values())]
-    plain = by_position(plain_gated_linear_attention, options, lengths=torch.tensor([4, 2]), chunk_size=3)
+    plain = by_position(gated_linear_attention, options, lengths=torch.tensor([4, 2]), chunk_size=3)
     assert torch.autograd.gradgradcheck(plain, arguments, fast_mode=True)
 
 
@@ -101,8 +98,7 @@ def test_strong_decays(decay: str):
         if strongest > 5:  # some, else next to nothing would be left to compare
             some = torch.rand(options["log_decay"].shape) < 0.2
             options["log_decay"] = options["log_decay"].masked_fill(some, -strongest)
-        for function in FORMS:
-            assert_defined(function, tensors, options)
+        assert_defined(gated_linear_attention, tensors, options)
 
 
 @pytest.mark.usefixtures("in_float32")
@@ -123,25 +119,6 @@ def test_zero_keys_strengths_and_decays_have_finite_gradients():
     assert_defined(gated_linear_attention, tensors, options)
 
 
-def test_computed_in_the_states_type_whatever_the_autocast(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setenv(KERNELS, "plain")
-    tensors, options = inputs(70, 16, 16, "channel", True, dtype=torch.float32)
-    function = by_position(gated_linear_attention, options)
-    for dtype in (torch.bfloat16, torch.float32):
-        arguments = [*(t.to(dtype) for t in tensors[:3]), tensors[3], *options.values()]
-        results = []
-        for convert, autocast in ((lambda t: t, True), (lambda t: t.float(), False)):
-            given = [convert(t.detach()).requires_grad_() for t in arguments]
-            with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-                found = function(*given)
-            results.append([*found, *torch.autograd.grad(found[0].float().sum() + found[1].sum(), given)])
-        types = [dtype, torch.float32, *([dtype] * 3), *([torch.float32] * 3)]
-        for a, b, of in zip(*results, types, strict=True):
-            assert a.dtype == of
-            assert torch.equal(a, b.to(of))
-
-
-@pytest.mark.usefixtures("in_float32")
 @pytest.mark.parametrize(("decay", "delta"), [("none", False), ("fixed", False), ("channel", True)])
 def test_the_operators_are_what_torch_expects(decay: str, delta: bool):
     (q, k, v, state), options = inputs(5, 4, 3, decay, delta, dtype=torch.float32)
@@ -150,15 +127,15 @@ def test_the_operators_are_what_torch_expects(decay: str, delta: bool):
         log_decay = {1: log_decay.view(-1, 1, 1), 3: log_decay[..., None]}.get(log_decay.dim(), log_decay)
         log_decay = log_decay.expand(2, 2, 5, -1).requires_grad_()
     tensors = [t.requires_grad_() for t in (q, k, v, state)]
-    arguments = (*tensors, log_decay, options["beta"], torch.tensor([5, 2]), 4)
+    arguments = (*tensors, log_decay, options["beta"], torch.tensor([5, 2]), 4, "cpp")
     check_operators("gated_linear", arguments, lambda given, out: (*out, *given))
 
 
 def test_nothing_of_size_n_squared_nor_n_d_d_is_made():
     n, d, chunk_size = 1024, 16, 32
-    for decay, function in product(("fixed", "channel"), FORMS):
+    for decay in ("fixed", "channel"):
         tensors, options = inputs(n, d, d, decay, True, b=1, h=1)
-        by = partial(function, **options, chunk_size=chunk_size)
+        by = partial(gated_linear_attention, **options, chunk_size=chunk_size)
         assert largest_in_training(lambda *a, by=by: by(*a)[0], *tensors) <= 2 * n * chunk_size  # far below n², n d²
 
 
@@ -177,9 +154,8 @@ def test_nothing_of_size_n_squared_nor_n_d_d_is_made():
 def test_errors(changed, words: str):
     tensors, options = inputs(5, 3, 4, "head", True)
     arguments = dict(zip(("q", "k", "v", "state"), tensors, strict=True)) | options | changed
-    for function in FORMS:
-        with pytest.raises(ValueError, match=re.escape(words)):
-            function(**arguments)
+    with pytest.raises(ValueError, match=re.escape(words)):
+        gated_linear_attention(**arguments)
 
 
 def test_a_step_takes_one_position():

@@ -3,14 +3,8 @@ import itertools
 import pytest
 import torch
 
-from lit_effattn.ops.linear.pytorch import (
-    causal_linear_attention,
-    linear_attention,
-    linear_attention_step,
-    plain_causal_linear_attention,
-)
-from tests.support.kernels import assert_second_derivative_is_refused, check_operators
-from tests.support.tensor_sizes import Largest, Made, largest_in_training
+from lit_effattn.ops.linear.pytorch import causal_linear_attention, linear_attention, linear_attention_step
+from tests.support.tensor_sizes import Largest, largest_in_training
 
 B, H, F, D = 2, 3, 5, 4
 
@@ -76,14 +70,13 @@ def test_eps_where_no_key_is_seen():
     torch.testing.assert_close(y[:, :, 2], total * v[:, :, 1] / (total + 0.5))
 
 
-@pytest.mark.parametrize("function", [causal_linear_attention, plain_causal_linear_attention])
-def test_gradients(function):
+def test_gradients():
     """Of the output and of the last sums, with respect to everything, over chunks of 3, 3 and 1."""
     q, k = features(7, 3, 1, 1).requires_grad_(), features(7, 3, 1, 1).requires_grad_()
     v = torch.randn(1, 1, 7, 2, dtype=torch.float64, requires_grad=True)
     s = torch.rand(1, 1, 3, 2, dtype=torch.float64, requires_grad=True)
     z = torch.rand(1, 1, 3, dtype=torch.float64, requires_grad=True)
-    assert torch.autograd.gradcheck(lambda *a: function(*a, chunk_size=3), (q, k, v, s, z))
+    assert torch.autograd.gradcheck(lambda *a: causal_linear_attention(*a, chunk_size=3), (q, k, v, s, z))
     assert torch.autograd.gradcheck(linear_attention, (q, k, v))
 
 
@@ -94,74 +87,28 @@ def gradients_of(function, inputs, weights, **options):
     return *found, *torch.autograd.grad(found, inputs, weights)
 
 
-@pytest.mark.parametrize("rows", [1, 20])
-@pytest.mark.parametrize("heads_first", [True, False])
-def test_by_hand_equals_the_plain_form_in_any_layout(rows: int, heads_first: bool):
-    """Heads come as (B, H, N, D), or as a view of (B, N, H, D); many rows are taken in groups."""
-    n = 11
-
-    def laid_out(d: int) -> torch.Tensor:
-        shape = (rows, H, n, d) if heads_first else (rows, n, H, d)
-        t = torch.rand(shape, dtype=torch.float64)
-        return t if heads_first else t.transpose(1, 2)
-
-    q, k, v = laid_out(F), laid_out(F), laid_out(D) - 0.5
-    s, z = torch.rand(rows, H, F, D, dtype=torch.float64), torch.rand(rows, H, F, dtype=torch.float64)
-    weights = laid_out(D), torch.randn_like(s), torch.randn_like(z)
-    found = gradients_of(causal_linear_attention, (q, k, v, s, z), weights, chunk_size=4)
-    expected = gradients_of(plain_causal_linear_attention, (q, k, v, s, z), weights, chunk_size=n)
-    for a, b in zip(found, expected, strict=True):
-        torch.testing.assert_close(a, b)
-
-
 @pytest.mark.usefixtures("in_float32")
-def test_gradients_in_float32_are_near_those_in_float64_whatever_the_autocast():
+def test_gradients_in_float32_are_near_those_in_float64():
     n = 300
     exact = [torch.rand(1, 1, n, F, dtype=torch.float64) for _ in range(3)]
     exact += [torch.rand(1, 1, F, F, dtype=torch.float64), torch.rand(1, 1, F, dtype=torch.float64)]
     weights = [torch.randn_like(t) for t in exact[2:]]
-    expected = gradients_of(plain_causal_linear_attention, exact, weights)
-    with torch.autocast("cpu", torch.bfloat16):
-        found = gradients_of(causal_linear_attention, [t.float() for t in exact], [t.float() for t in weights])
+    expected = gradients_of(causal_linear_attention, exact, weights)
+    found = gradients_of(causal_linear_attention, [t.float() for t in exact], [t.float() for t in weights])
     for a, b in zip(found, expected, strict=True):
         assert a.dtype == torch.float32
         torch.testing.assert_close(a.double(), b, rtol=1e-4, atol=1e-4)
-
-
-@pytest.mark.usefixtures("in_float32")
-def test_the_operators_are_what_torch_expects():
-    tensors = [t.float().requires_grad_() for t in (features(5), features(5), torch.randn(B, 5, H, D).transpose(1, 2))]
-    sums = torch.rand(B, H, F, D, requires_grad=True), torch.rand(B, H, F, requires_grad=True)
-    check_operators(
-        "causal_linear",
-        (*tensors, *sums, 2, 1e-6),
-        lambda given, out: (*out[:3], *given[:5], out[0], out[3], *given[5:]),
-    )
-    assert_second_derivative_is_refused(causal_linear_attention, (*tensors, *sums), "plain_causal_linear_attention has")
 
 
 def test_nothing_of_size_n_squared_nor_n_f_d_is_made():
     n, f, d, chunk_size = 1024, 16, 16, 32
     q, k, v = torch.rand(1, 1, n, f), torch.rand(1, 1, n, f), torch.rand(1, 1, n, d)
     s, z = torch.zeros(1, 1, f, d), torch.zeros(1, 1, f)
-    plain = largest_in_training(lambda *a: plain_causal_linear_attention(*a, s, z, chunk_size=chunk_size)[0], q, k, v)
+    plain = largest_in_training(
+        lambda *a: causal_linear_attention(*a, s, z, chunk_size=chunk_size, form="plain")[0], q, k, v
+    )
     assert plain == n * chunk_size  # far below n² and n f d
     assert largest_in_training(linear_attention, q, k, v) <= n * f
-
-
-@pytest.mark.usefixtures("in_float32")
-def test_by_hand_little_is_made_beside_outputs_and_gradients():
-    n, f, d, chunk_size = 1024, 16, 8, 32
-    q, k, v = (torch.rand(1, 1, n, width, requires_grad=True) for width in (f, f, d))
-    s, z = torch.zeros(1, 1, f, d), torch.zeros(1, 1, f)
-    with Made() as forward:
-        out, _, _ = causal_linear_attention(q, k, v, s, z, chunk_size=chunk_size)
-    weights = torch.rand_like(out)
-    with Made() as backward:
-        torch.autograd.grad(out, (q, k, v), weights)
-    scores = chunk_size * chunk_size  # as large as the denominators, n; all else of a chunk is smaller
-    assert forward.large(scores) == [n * d]  # the output
-    assert backward.large(scores) == [n * d, n * f, n * f]  # gradients of v, q and k
 
 
 def test_a_step_in_place_allocates_no_sums():

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from abc import abstractmethod
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -184,11 +184,12 @@ class RecurrentAttention(Attention):
         """Compute the recurrence, with the factors of `gated_linear_attention`: see `Attention.attend`."""
         if state is None:
             state = self._state(q, q.dtype)
-        s, options = state.s.to(accumulator(q.dtype)), {"log_decay": log_decay, "beta": beta, "lengths": lengths}
+        s = state.s.to(accumulator(q.dtype))
+        options: dict[str, Any] = {"log_decay": log_decay, "beta": beta, "lengths": lengths}
         if q.size(2) == 1:
             y, s = gated_linear_step(q, k, v, s, in_place=may_overwrite(), **options)
         else:
-            y, s = gated_linear_attention(q, k, v, s, chunk_size=self.chunk_size, form=None, **options)
+            y, s = gated_linear_attention(q, k, v, s, chunk_size=self.chunk_size, **options)
         return y, RecurrentState(s, state.recent, state.length + valid_lengths(lengths, q, 2))
 
     @torch.no_grad()

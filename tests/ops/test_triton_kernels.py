@@ -528,7 +528,7 @@ def test_what_is_forced(family: Family, capability, monkeypatch: pytest.MonkeyPa
     with pytest.raises(ValueError, match="pip install triton"):
         used(family)
     monkeypatch.setenv(KERNELS, "cpp")
-    with pytest.raises(ValueError, match=r"the tensors are on cuda; they are for the CPU"):
+    with pytest.raises(ValueError, match="the tensors are on cuda:0; they are for the CPU"):
         used(family)
     monkeypatch.setenv(KERNELS, "cuda")
     with pytest.raises(ValueError, match=f"{KERNELS}='cuda' in the environment is not one of plain, triton, fla, cpp"):

@@ -45,6 +45,9 @@ class MemoryCarry(pl.Callback):
         ValueError: In `setup`, if the model can't carry a memory, or its state would grow without bound.
     """
 
+    changes_scores = True
+    """Whether commands that score take this callback, too, from the configuration of a run."""
+
     def __init__(self, training: bool = True, evaluation: bool = True) -> None:
         if not training and not evaluation:
             raise ValueError("training=False and evaluation=False: MemoryCarry has no effect; leave it out")

@@ -8,6 +8,8 @@ from collections.abc import Iterator, Mapping
 from functools import partial
 from typing import Any, TypeVar
 
+from lit_effattn import registry
+
 T = TypeVar("T", bound="HasInitArgs")
 _CLASS = re.compile(r"(\w+\.)+([A-Z]\w*)")
 
@@ -21,6 +23,12 @@ class HasInitArgs:
     """
 
     _call: tuple[tuple[Any, ...], dict[str, Any]]
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        """Enter the registry, if the class is of this package."""
+        super().__init_subclass__(**kwargs)
+        if cls.__module__.startswith("lit_effattn."):
+            registry.enter(cls)
 
     def __new__(cls: type[T], *args: Any, **kwargs: Any) -> T:
         """Store the arguments, before any `__init__` runs."""
@@ -38,6 +46,14 @@ def parameters(kind: type) -> dict[str, Any]:
     from jsonargparse._parameter_resolvers import get_signature_parameters  # not needed without the command
 
     return {parameter.name: parameter for parameter in get_signature_parameters(kind, "__init__")}
+
+
+def subclasses(base: type) -> Iterator[type]:
+    """Yield a class and all classes that are derived from it."""
+    yield base
+    kinds: list[type] = base.__subclasses__()
+    for kind in kinds:
+        yield from subclasses(kind)
 
 
 def defaults(kind: type) -> dict[str, Any]:

@@ -43,21 +43,22 @@ OPENINGS = ("What ", "Refuse ", "Refuses ", "That ", "How ", "Where ", "Who ", "
 
 ROOMS: dict[str, set[str]] = {
     "checks": set(),
-    "hparams": set(),
+    "registry": set(),
+    "hparams": {"registry"},
     "stopping": set(),
     "sequence": {"hparams"},
     "ops": {"sequence"},
     "attention": {"ops", "sequence", "hparams"},
     "laws": {"sequence"},
-    "nn": {"attention", "ops", "sequence", "hparams"},
+    "nn": {"attention", "ops", "sequence", "hparams", "registry"},
     "drawing": set(),
     "datamodules": {"checkpoints"},
-    "checkpoints": set(),
+    "checkpoints": {"hparams", "registry"},
     "generation": {"nn", "attention", "ops", "sequence"},
     "distributed": {"nn", "attention", "sequence", "checkpoints"},
     "callbacks": {"distributed", "nn", "ops", "sequence", "checkpoints", "drawing", "stopping"},
     "tasks": {
-        *("callbacks", "generation", "distributed", "nn", "attention", "sequence", "hparams"),
+        *("callbacks", "generation", "distributed", "nn", "attention", "sequence", "hparams", "registry"),
         *("datamodules", "checkpoints", "drawing"),
     },
     "settings": {"tasks", "callbacks", "generation", "attention", "datamodules", "checkpoints", "hparams"},
@@ -87,7 +88,7 @@ DATA: dict[str, set[str]] = {
 }
 """The kinds of data, and the other kinds that each may import."""
 
-LIGHT = ("checks", "hparams", "sequence", "ops", "attention", "laws", "__init__")
+LIGHT = ("checks", "registry", "hparams", "sequence", "ops", "attention", "laws", "__init__")
 """Folders whose modules import torch and numpy alone; Triton's kernels are imported when they are needed."""
 
 USERS_OWN = {"counting", "my_classes"}

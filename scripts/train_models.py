@@ -20,9 +20,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+import yaml
 from safetensors.torch import load_file
 
 from lit_effattn.checkpoints.io import read_checkpoint
+from lit_effattn.checkpoints.own_runs import own_config
 from lit_effattn.checkpoints.runs import find_checkpoint
 from lit_effattn.checkpoints.shipped import FOLDER, PREFIX, SUFFIX, metadata, models
 from lit_effattn.checkpoints.weights_files import write_weights_file
@@ -35,6 +37,9 @@ from lit_effattn.tasks import Task
 ROOT = Path(__file__).parent.parent
 WORK = ROOT / "build" / "models"
 PAGE = ROOT / "docs" / "models.md"
+_OF_TRAINER = ("callbacks", "max_epochs", "max_steps", "gradient_clip_val")
+"""Options of the trainer in the configuration of a shipped model."""
+
 MARK = "<!-- What follows is written by scripts/train_models.py. -->\n"
 
 
@@ -161,6 +166,12 @@ def pack(name: str, card: Card) -> None:
     checkpoint = find_checkpoint("best", Path("runs", card.config.split()[0]))
     model, saved = Task.load_from_checkpoint(checkpoint, map_location="cpu"), read_checkpoint(checkpoint)
     export(model, target, format="safetensors", overwrite=True, saved=saved, dtype="float16")
+    config = own_config(checkpoint)
+    assert config is not None
+    trainer = {name: config["trainer"][name] for name in _OF_TRAINER if config["trainer"][name] not in (None, -1)}
+    config = {"seed_everything": 0, "model": config["model"], "data": config["data"], "trainer": trainer}
+    text = yaml.safe_dump(config, sort_keys=False, allow_unicode=True)
+    target.with_suffix(".yaml").write_text(f"# The configuration that trained this model.\n{text}", encoding="utf-8")
     tested = CLI(Arguments(["test", "--ckpt_path", str(target)])).trainer.callback_metrics
     figures = {metric: round(float(tested[f"test/{metric}"]), 4) for metric in card.metrics}
     metrics = {**saved["logged"]["metrics"], **{f"test/{metric}": value for metric, value in figures.items()}}

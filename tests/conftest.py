@@ -1,11 +1,15 @@
 import gc
 import os
 import signal
+import tempfile
 
 import pytest
 import torch
 
 from lit_effattn.ops.runtime import cpp_build
+
+_state = tempfile.TemporaryDirectory(prefix="state-")  # of the runs of these tests; deleted when the process ends
+os.environ["XDG_STATE_HOME"] = _state.name
 
 cpp_build.private_folder("kernels")  # before tests change XDG_CACHE_HOME: kernels are compiled once
 

@@ -1,9 +1,9 @@
-"""Atomic writing and safe reading of checkpoints, their configuration, and relative paths in them."""
+"""Atomic writing and safe reading of checkpoints, and relative paths in them."""
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from copy import deepcopy
@@ -16,7 +16,6 @@ from lightning.pytorch.plugins.io import TorchCheckpointIO
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from lit_effattn.checkpoints.allowlist import INSTANTIATOR, NotAllowedError
 from lit_effattn.checkpoints.files import DamagedError, explained, put, read, remove, unfinished, write
 from lit_effattn.checkpoints.folders import Parts, read_whole
 from lit_effattn.checkpoints.runs import is_checkpoint, short
@@ -203,55 +202,16 @@ def _read(path: Path, read_folder: Callable[[Path], dict[str, Any]], map_locatio
     return checkpoint
 
 
-def saved_model(checkpoint: dict[str, Any], source: str | Path) -> dict[str, Any] | None:
+def saved_model(checkpoint: Mapping[str, Any]) -> dict[str, Any] | None:
     """Return the spec of the model in `checkpoint`, from its `hyper_parameters`; None if it has none.
 
     The spec is not checked yet.
-
-    Raises:
-        NotAllowedError: If the checkpoint names another function than Lightning's for building the model.
     """
     arguments = checkpoint.get("hyper_parameters")
     if not isinstance(arguments, dict) or "_class_path" not in arguments:
         return None
-    instantiator = arguments.get("_instantiator", INSTANTIATOR)
-    if instantiator != INSTANTIATOR:
-        raise NotAllowedError(f"{source} names the function {instantiator!r} to build its model; do not use this file")
     init_args = {name: value for name, value in arguments.items() if name not in ("_class_path", "_instantiator")}
     return {"class_path": arguments["_class_path"], "init_args": init_args}
-
-
-CONFIG_KEY = "lit_effattn"
-"""The key of the command's configuration in a checkpoint: `{"format", "version", "config"}`."""
-
-FORMAT = 2
-
-
-def with_config(checkpoint: dict[str, Any], config: dict[str, Any], version: str) -> None:
-    """Add a configuration to `checkpoint`, without the model if `hyper_parameters` holds it."""
-    if "_class_path" in (checkpoint.get("hyper_parameters") or {}):
-        config = {name: value for name, value in config.items() if name != "model"}
-    checkpoint[CONFIG_KEY] = {"format": FORMAT, "version": version, "config": config}
-
-
-def saved_config(checkpoint: dict[str, Any], source: str | Path) -> dict[str, Any]:
-    """Return the configuration in `checkpoint`, with its model. It is not checked yet.
-
-    Raises:
-        NotAllowedError: If the checkpoint names another function than Lightning's for building the model.
-        ValueError: If the format is another one, or the checkpoint does not describe its model.
-    """
-    entry = checkpoint.get(CONFIG_KEY)
-    entry = entry if isinstance(entry, dict) else {}
-    if entry.get("format", FORMAT) != FORMAT:
-        raise ValueError(f"{source} is of format {entry['format']!r}: another version of lit-effattn saved it")
-    config = dict(entry["config"]) if isinstance(entry.get("config"), dict) else {}
-    model = saved_model(checkpoint, source)
-    if model is not None:
-        config["model"] = model
-    if "model" not in config:
-        raise ValueError(f"{source} does not describe its model: it was not saved by lit-effattn")
-    return config
 
 
 _PATHS = ("best_model_path", "kth_best_model_path", "last_model_path")

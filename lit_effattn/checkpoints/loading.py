@@ -11,15 +11,15 @@ import torch
 from lightning.pytorch.callbacks import WeightAveraging
 from torch import Tensor, nn
 
-from lit_effattn.checkpoints.allowlist import Trust
 from lit_effattn.checkpoints.averaging import average_parameters
+from lit_effattn.checkpoints.build import Allowed, build
 from lit_effattn.checkpoints.io import read_checkpoint, saved_model
 from lit_effattn.checkpoints.model_size import model_of, size_of
+from lit_effattn.checkpoints.own_runs import own_classes
 from lit_effattn.checkpoints.runs import last_kept, short
 from lit_effattn.checkpoints.shape import dimensions
 from lit_effattn.checkpoints.shipped import model_path
-from lit_effattn.checkpoints.spec_build import build
-from lit_effattn.checkpoints.spec_check import CheckpointJudge
+from lit_effattn.checkpoints.trust import Trust
 
 M = TypeVar("M", bound=pl.LightningModule)
 
@@ -33,6 +33,7 @@ def load_model(
     trust: Sequence[str | type] = (),
     average: int | None = None,
     arguments: Mapping[str, Any] | None = None,
+    content: dict[str, Any] | None = None,
 ) -> M:
     """Build the model of a checkpoint, with its weights: see `Task.load_from_checkpoint`.
 
@@ -44,6 +45,7 @@ def load_model(
         trust: Further classes that the file may name.
         average: The number of last checkpoints of the run whose mean the parameters get. Default: this one alone.
         arguments: Arguments of the model that replace those in the file.
+        content: The content of the file, if it has been read.
 
     Raises:
         FileNotFoundError: If there is no such file.
@@ -53,18 +55,39 @@ def load_model(
     location = map_location or _same_device
     path = model_path(path)
     paths = [path] if average is None else last_kept(path, average)
-    path, arguments = paths[-1], arguments or {}
-    checkpoint = read_checkpoint(path, location)
-    judge = CheckpointJudge(short(path), Trust([*trust, kind]))
-    spec = saved_model(checkpoint, short(path))
-    with model_of(short(path), *size_of(path)):
-        model: M = kind(**arguments) if spec is None else build(spec, kind, "model", judge, **arguments)
+    path = paths[-1]
+    checkpoint = content if content is not None and average is None else read_checkpoint(path, location)
+    model = build_model(kind, path, checkpoint, trust, arguments)
     if average is not None:
         average_parameters(checkpoint, paths, model, location)
     model.on_load_checkpoint(checkpoint)
     model.load_state_dict(checkpoint["state_dict"], strict=model.strict_loading if strict is None else strict)
     tensors = [value for value in checkpoint["state_dict"].values() if isinstance(value, Tensor)]
     return model.to(tensors[0].device) if tensors else model
+
+
+def build_model(
+    kind: type[M],
+    path: Path,
+    content: Mapping[str, Any],
+    trust: Sequence[str | type] = (),
+    arguments: Mapping[str, Any] | None = None,
+) -> M:
+    """Build the model that the content of a checkpoint describes, without its weights: see `load_model`."""
+    spec = saved_model(content)
+    with model_of(short(path), *size_of(path)):
+        if spec is None:
+            try:
+                return kind(**(arguments or {}))
+            except TypeError as error:
+                raise ValueError(f"{short(path)} does not describe its model: {error}") from error
+        model: M = build(spec, kind, "model", allowed_in(path, [*trust, kind]), **(arguments or {}))
+        return model
+
+
+def allowed_in(path: Path, trust: Sequence[str | type] = ()) -> Allowed:
+    """Return the classes that a checkpoint may name: if it is of a run of the user's, also those of that run."""
+    return Allowed(short(path), Trust([*trust, *own_classes(path)]))
 
 
 def _same_device(storage: torch.UntypedStorage, location: str) -> torch.UntypedStorage | None:

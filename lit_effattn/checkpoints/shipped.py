@@ -53,6 +53,11 @@ def model_name(path: str | Path) -> str | None:
     return path.stem if path.suffix == SUFFIX and path.resolve().parent == FOLDER else None
 
 
+def model_config(path: str | Path) -> str | None:
+    """Return the text of the configuration of the shipped model whose weights are in `path`; None for other files."""
+    return Path(path).with_suffix(".yaml").read_text(encoding="utf-8") if model_name(path) is not None else None
+
+
 def metadata(path: Path) -> dict[str, Any]:
     """Return what a safetensors file that `export` wrote says of its model, without reading the weights.
 

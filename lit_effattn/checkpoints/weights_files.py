@@ -14,13 +14,13 @@ import lightning.pytorch as pl
 import torch
 from torch import Tensor
 
-from lit_effattn.checkpoints.allowlist import INSTANTIATOR
 from lit_effattn.checkpoints.files import DamagedError
 from lit_effattn.checkpoints.shape import check_plain, wrong
 from lit_effattn.checkpoints.shipped import METADATA, metadata
+from lit_effattn.hparams import subclasses
 
 _VERSION = "pytorch-lightning_version"
-_OF_RUN = ("lit_effattn", "epoch", "global_step", _VERSION, "logged", "datamodule_hyper_parameters")
+_OF_RUN = ("epoch", "global_step", _VERSION, "logged", "datamodule_hyper_parameters")
 """Parts of a checkpoint that are kept, beside its model and the state of its data."""
 
 
@@ -40,7 +40,7 @@ def write_weights_file(
         weights: The model's `state_dict`.
         model: Its spec.
         version: Of lit-effattn.
-        saved: A checkpoint of the model, whose configuration, counters, last metrics and state of the data are kept.
+        saved: A checkpoint of the model, whose counters, last metrics and state of the data are kept.
         dtype: Type of the floating-point weights. Default: as they are.
         card: What `lit-effattn models` shows of a shipped model.
 
@@ -49,9 +49,8 @@ def write_weights_file(
     """
     from safetensors.torch import save_file
 
-    config = ((saved or {}).get("lit_effattn") or {}).get("config") or {}
-    data = str((config.get("data") or {}).get("class_path")).rpartition(".")[2]
-    kept = {name: saved[name] for name in (*_OF_RUN, data) if name in saved} if saved else {}
+    data = [kind.__qualname__ for kind in subclasses(pl.LightningDataModule)]
+    kept = {name: saved[name] for name in (*_OF_RUN, *data) if name in saved} if saved else {}
     about = {"version": version, "model": model, "checkpoint": kept, **({} if card is None else {"card": card})}
     path.touch()
     mode = path.stat().st_mode  # safetensors lets the owner alone read its files
@@ -131,5 +130,5 @@ def read_weights_file(path: Path, map_location: Any = "cpu") -> dict[str, Any]:
         _VERSION: pl.__version__,
         **kept,
         "state_dict": weights,
-        "hyper_parameters": {"_class_path": model["class_path"], "_instantiator": INSTANTIATOR, **arguments},
+        "hyper_parameters": {"_class_path": model["class_path"], **arguments},
     }

@@ -10,7 +10,8 @@ from importlib import import_module
 from typing import NoReturn
 
 from lit_effattn.checkpoints.printable import printable
-from lit_effattn.settings.own_classes import add_trust, may_name_modules
+from lit_effattn.checkpoints.trust import may_name_modules
+from lit_effattn.settings.own_classes import add_trust
 from lit_effattn.settings.parsers import tool_parser
 from lit_effattn.stopping import Stopped, stoppable
 

@@ -11,8 +11,7 @@ import tempfile
 import threading
 import warnings
 from collections import Counter
-from collections.abc import Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn, Union, get_args
@@ -45,9 +44,10 @@ from lit_effattn import callbacks, datamodules
 from lit_effattn.callbacks.lightning_internals import leave_signals_alone
 from lit_effattn.checkpoints import slurm
 from lit_effattn.checkpoints.averaging import average_parameters
-from lit_effattn.checkpoints.io import AtomicCheckpointIO, read_checkpoint, with_config, without_folders
-from lit_effattn.checkpoints.loading import OtherModelError
-from lit_effattn.checkpoints.model_size import model_of, size_of
+from lit_effattn.checkpoints.build import arguments_of
+from lit_effattn.checkpoints.io import AtomicCheckpointIO, read_checkpoint, saved_model, without_folders
+from lit_effattn.checkpoints.loading import OtherModelError, allowed_in, build_model
+from lit_effattn.checkpoints.own_runs import VERDICT, marked
 from lit_effattn.checkpoints.plain_yaml import OutOfBoundsError
 from lit_effattn.checkpoints.printable import PrintableRecords, printable
 from lit_effattn.checkpoints.run_lock import RunLock
@@ -63,7 +63,7 @@ from lit_effattn.checkpoints.runs import (
     output_folder,
     short,
 )
-from lit_effattn.checkpoints.spec_check import CheckpointJudge, UserJudge
+from lit_effattn.checkpoints.trust import find
 from lit_effattn.cli.data import show_data
 from lit_effattn.cli.errors import unknown
 from lit_effattn.cli.help import arranged, class_help
@@ -71,16 +71,22 @@ from lit_effattn.cli.prepare import prepare
 from lit_effattn.distributed.sharding import ShardedStrategy
 from lit_effattn.hparams import flat
 from lit_effattn.nn.transfer import begin_transfer
-from lit_effattn.settings.arguments import Arguments, load_yaml
+from lit_effattn.settings.arguments import Arguments, dump_yaml, load_yaml
+from lit_effattn.settings.data import build_data
 from lit_effattn.settings.defaults import TRAINER
 from lit_effattn.settings.derived import leave_out, set_strides, set_windows
-from lit_effattn.settings.downloads import offline
 from lit_effattn.settings.initial_weights import add_missing, remedy
 from lit_effattn.settings.own_classes import TRUST
-from lit_effattn.settings.resume import CHECKPOINT, check_kept_settings, is_child, resolve
+from lit_effattn.settings.resume import (
+    CHECKPOINT,
+    check_from_data,
+    check_kept_settings,
+    fixed_by_data,
+    is_child,
+    resolve,
+    section,
+)
 from lit_effattn.settings.run_names import ROOT, stated_root
-from lit_effattn.settings.saved import check_from_data, fixed_by_data, homes
-from lit_effattn.settings.sealed import Sealed, check_settings, parse_saved
 from lit_effattn.settings.texts import keep_texts
 from lit_effattn.settings.trainer import Trainer
 from lit_effattn.tasks import Task
@@ -147,11 +153,12 @@ def run(args: list[str]) -> None:
     # Lightning's builds every loader, and jsonargparse formats the data into messages that it does not print.
     pl.LightningDataModule.__str__ = object.__str__  # type: ignore[method-assign]
     set_loader("yaml", load_yaml, (yaml.YAMLError, OutOfBoundsError))
-    set_dumper("yaml", _dump_yaml)
+    set_dumper("yaml", dump_yaml)
     arguments = Arguments(args)
     if class_help(arguments, lambda: _Parser(prog=f"lit-effattn {arguments.command}")):
         return
     tuple(arguments.named())  # reads the files that settings name, so that an error in one is reported with its name
+    _ = arguments.trust  # an error in a name is reported, although the name may not be needed
     if arguments.command == "data":
         show_data(arguments, _Parser(prog="lit-effattn data", description=_ABOUT_DATA))
         return
@@ -170,23 +177,7 @@ def run(args: list[str]) -> None:
             if RUN in os.environ:
                 discard_if_empty(Path(os.environ.pop(RUN)))
             os.environ.pop(CHECKPOINT, None)
-
-
-class _Dumper(yaml.SafeDumper):
-    """Writes what `load_yaml` reads as the same value."""
-
-
-# Words of an enumeration of strings, such as the default of Lightning's `Timer`.
-_Dumper.add_multi_representer(str, lambda dumper, text: dumper.represent_str(str.__str__(text)))
-# The text 1e3 needs quotes, since jsonargparse reads it as a number.
-_Dumper.add_implicit_resolver(
-    "tag:yaml.org,2002:float", re.compile(r"[-+]?[0-9][0-9_]*[eE][-+]?[0-9]+$"), [*"-+0123456789"]
-)
-
-
-def _dump_yaml(settings: Any) -> str:
-    text: str = yaml.dump(settings, Dumper=_Dumper, default_flow_style=False, allow_unicode=True, sort_keys=False)
-    return text
+            os.environ.pop(VERDICT, None)
 
 
 def quieten() -> None:
@@ -250,7 +241,6 @@ class _Parser(LightningArgumentParser):
 
     def __init__(self, *args: Any, command: str | None = None, all_options: bool = False, **kwargs: Any) -> None:
         self._shown: tuple[str, bool] | None = None if command is None else (command, all_options)
-        self.sealed: Sealed | None = None
         super().__init__(*args, allow_abbrev=False, **kwargs)
 
     def format_help(self, *args: Any) -> str:
@@ -268,11 +258,6 @@ class _Parser(LightningArgumentParser):
         if not self.exit_on_error:  # a nested parser: its parent reports the error
             super().error(message, ex)
         raise UsageError(unknown(message, self._options())) from ex
-
-    def dump(self, *args: Any, **options: Any) -> str:
-        """Return settings as YAML, with the strings of the checkpoint in place of their tokens."""
-        text = super().dump(*args, **options)
-        return text if self.sealed is None else self.sealed.open_yaml(text)
 
     def _options(self) -> set[str]:
         """Return the options of the parser and of its commands."""
@@ -297,41 +282,41 @@ class _Parser(LightningArgumentParser):
 
 
 class CLI(LightningCLI):
-    """A LightningCLI with one folder for each run. Files and flags override the configuration of a checkpoint."""
+    """A LightningCLI with one folder for each run. A run's configuration, files and flags are parsed in this order."""
 
     def __init__(self, arguments: Arguments) -> None:
         self.arguments = arguments
         self._new_folder: Path | None = None  # of a new run
         self._lock: RunLock | None = None
-        self.resolved = resolve(arguments)
-        self.sealed = Sealed(arguments.trust)
+        self._data: pl.LightningDataModule | None = None
+        resolved = resolve(arguments)
+        self.resolved, self._content = resolved._replace(content=None), resolved.content  # until it is loaded
         if self.resolved.checkpoint is not None:
             os.environ[CHECKPOINT] = str(self.resolved.checkpoint)
         try:
-            with offline(self.resolved.offline):
-                super().__init__(
-                    model_class=Task,
-                    datamodule_class=pl.LightningDataModule if self.resolved.uses_data else None,
-                    trainer_class=Trainer,
-                    trainer_defaults=TRAINER,
-                    seed_everything_default=0,
-                    parser_class=_Parser,
-                    subclass_mode_model=True,
-                    subclass_mode_data=True,
-                    auto_configure_optimizers=False,
-                    save_config_callback=None,
-                    load_from_checkpoint_support=False,  # tasks know their own arguments: see lit_effattn.hparams
-                    parser_kwargs={
-                        name: {
-                            "usage": _USAGE.format(name),
-                            "description": text,
-                            "command": name,
-                            "all_options": arguments.flags.value("help") == "all",
-                        }
-                        for name, text in _ABOUT.items()
-                    },
-                    args=self.resolved.args,
-                )
+            super().__init__(
+                model_class=Task,
+                datamodule_class=pl.LightningDataModule if self.resolved.uses_data else None,
+                trainer_class=Trainer,
+                trainer_defaults=TRAINER,
+                seed_everything_default=0,
+                parser_class=_Parser,
+                subclass_mode_model=True,
+                subclass_mode_data=True,
+                auto_configure_optimizers=False,
+                save_config_callback=None,
+                load_from_checkpoint_support=False,  # tasks know their own arguments: see lit_effattn.hparams
+                parser_kwargs={
+                    name: {
+                        "usage": _USAGE.format(name),
+                        "description": text,
+                        "command": name,
+                        "all_options": arguments.flags.value("help") == "all",
+                    }
+                    for name, text in _ABOUT.items()
+                },
+                args=self.resolved.args,
+            )
         finally:
             if self._lock is not None:
                 self._lock.release()
@@ -363,6 +348,17 @@ class CLI(LightningCLI):
         integers_first(parser)
         return parser
 
+    def add_core_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
+        """Add the trainer, the model unless its file alone describes it, and the data."""
+        parser.add_lightning_class_args(Trainer, "trainer")
+        parser.set_defaults({f"trainer.{name}": value for name, value in TRAINER.items()})
+        if not self.resolved.describes:
+            given = set() if self.resolved.data_fixes else fixed_by_data()  # which `_build` adds
+            parser.add_subclass_arguments(Task, "model", fail_untyped=False, required=True, skip=given)
+        parser.add_subclass_arguments(
+            pl.LightningDataModule, "data", fail_untyped=False, required=self.resolved.uses_data
+        )
+
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
         """Add the options of this command, and link the arguments of the model that the data determine."""
         parser.add_argument("--trust", type=list[str] | None, default=None, metavar="NAME", help=TRUST)
@@ -373,31 +369,24 @@ class CLI(LightningCLI):
             parser.add_class_arguments(callbacks.LastCheckpoint, "checkpoint")
             for name, text in _ABOUT_WEIGHTS.items():
                 parser.add_argument(f"--{name}", type=str | None, default=None, help=text)
-        for name in sorted(fixed_by_data()) if self.resolved.data_fixes else ():
+        for name in sorted(fixed_by_data()) if self._is_linked() else ():
             parser.link_arguments(f"data.{name}", f"model.init_args.{name}", apply_on="instantiate")
 
+    def _is_linked(self) -> bool:
+        return self.resolved.data_fixes and not self.resolved.describes
+
     def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
-        """Parse files and flags, which override the settings of the checkpoint. These are values, never text."""
-        command, saved, settings = self.arguments.command, self.resolved.saved, None
-        of_command: Any = self._parser(command)
-        try:
-            if saved is not None:
-                of_command.sealed = self.sealed
-                judge = CheckpointJudge(short(self.resolved.checkpoint or ""), self.arguments.trust)
-                settings = parse_saved(of_command, saved, self.sealed, judge)
-            if self.arguments.flags.given("print_config"):  # which `parser` prints
-                if "skip_null" in (self.arguments.flags.text("print_config") or ""):
-                    raise ValueError(
-                        "--print_config=skip_null leaves out null where another value is the default, so the result "
-                        "means other settings; give --print_config=skip_default"
-                    )
-                parser.parse_args(args, namespace=Namespace({command: settings}) if settings else None)
-            # `parser` would parse all settings a second time.
-            self.config = Namespace(
-                {"subcommand": command, command: of_command.parse_args(args[1:], namespace=settings)}
-            )
-        except UsageError as error:
-            raise UsageError(self.sealed.open(str(error))) from error
+        """Parse the run's configuration, files and flags."""
+        command = self.arguments.command
+        if self.arguments.flags.given("print_config"):  # which `parser` prints
+            if "skip_null" in (self.arguments.flags.text("print_config") or ""):
+                raise ValueError(
+                    "--print_config=skip_null leaves out null where another value is the default, so the result "
+                    "means other settings; give --print_config=skip_default"
+                )
+            parser.parse_args(args)
+        # `parser` would parse all settings a second time.
+        self.config = Namespace({"subcommand": command, command: self._parser(command).parse_args(args[1:])})
 
     def _parse_ckpt_path(self) -> None:
         """Do nothing: Lightning would silently override flags with the hyper-parameters of the checkpoint."""
@@ -405,31 +394,59 @@ class CLI(LightningCLI):
     # -------------------------------------------------------------------------------------------------- instantiation
 
     def instantiate_classes(self) -> None:
-        """Build the data, the model and the trainer. The size of a checkpoint bounds that of its model."""
-        checkpoint = self.resolved.checkpoint
-        limit = nullcontext() if checkpoint is None else model_of(short(checkpoint), *size_of(checkpoint))
-        with limit:
-            super().instantiate_classes()
+        """Build the data, the model and the trainer."""
+        config = self.config[self.subcommand]
+        if self._data is not None:  # it was built for the settings that follow from it
+            self.config[self.subcommand] = Namespace({**vars(config), "data": self._data})
+        self.config_init = self.parser.instantiate_classes(self.config)
+        self.config[self.subcommand] = config
+        made = self.config_init[self.subcommand]
+        self.datamodule = made.get("data")
+        self.model = self._model_of_file() if self.resolved.describes else made.model
+        self.trainer = self.instantiate_trainer()
+
+    def _model_of_file(self) -> Task:
+        """Build the model that the checkpoint alone describes.
+
+        Raises:
+            ValueError: If the data have other sizes or vocabularies than the model.
+        """
+        path, content = self.resolved.checkpoint, self._content
+        assert path is not None
+        assert content is not None
+        model = build_model(Task, path, content, self.arguments.trust.names)
+        saved = section(content, "hyper_parameters")
+        for name in model.fixed_by_data if self.resolved.data_fixes else ():
+            given = _without_tuples(getattr(self.datamodule, name, None))
+            if name in saved and given is not None and given != _without_tuples(saved[name]):
+                raise ValueError(
+                    f"{short(path)} was trained on other data: its {name} is {_cut(saved[name])}, and that of these "
+                    f"data {_cut(given)}"
+                )
+        return model
 
     def before_instantiate_classes(self) -> None:
-        """Complete the settings; reject functions that are not trusted, and settings that resuming would ignore."""
+        """Complete the settings; reject those that resuming would ignore."""
         config = self.config[self.subcommand]
         if self.resolved.data_fixes:
             self._check_fixed()
         self._derive(config)
         self._read_checkpoints_safely(config.trainer.get("strategy"))
         self._find_weights(config)
-        check_settings(config, self._parser(self.subcommand), UserJudge(self.arguments.trust))
         self.parser.add_instantiator(self._build, object)
-        saved = self.resolved.saved
-        if self.arguments.command == "fit" and saved is not None:
-            check_kept_settings(saved, self.settings())
+        if self.arguments.command == "fit" and self._content is not None and not self.resolved.requeued:
+            saved = saved_model(self._content)
+            trainer = section(self.resolved.run or {}, "trainer")
+            check_kept_settings({"trainer": trainer, **({"model": saved} if saved else {})}, self.settings())
 
     def _build(self, kind: type, *args: Any, **kwargs: Any) -> Any:
-        """Return `kind(*args, **kwargs)`, after a check of the arguments that a task takes from the data."""
+        """Return `kind(*args, **kwargs)`, with the arguments that a task takes from the data or its checkpoint."""
         if isinstance(kind, type) and issubclass(kind, Task):
+            path, spec = self.resolved.checkpoint, saved_model(self._content or {})
+            if not self.resolved.data_fixes and path is not None and spec is not None:
+                kwargs |= arguments_of(spec, kind, kind.fixed_by_data, allowed_in(path, self.arguments.trust.names))
             check_from_data(kind, kwargs)
-        return self.sealed.call(kind, *_direct(args), **_direct(kwargs))
+        return kind(*_direct(args), **_direct(kwargs))
 
     def _find_weights(self, config: Namespace) -> None:
         """Replace `last` and `best`, which later name other checkpoints, with paths."""
@@ -439,24 +456,21 @@ class CLI(LightningCLI):
 
     def _derive(self, config: Namespace) -> None:
         """Set the options of attention that follow from the run and its data; leave out those of a replaced one."""
+        if self.resolved.describes:
+            return
         leave_out(config, self.arguments)
         set_windows(config, self.arguments)
         if config.get("data"):
-            resumes = self.resolved.saved is not None
-            set_strides(config, self.arguments, lambda: self._data(config), resumes=resumes)
+            set_strides(config, self.arguments, lambda: self._data_of(config), resumes=self.resolved.run is not None)
 
-    def _data(self, config: Namespace) -> pl.LightningDataModule:
-        """Return the data module of a configuration."""
-        parser = _Parser()
-        parser.add_subclass_arguments(pl.LightningDataModule, "data")
-        parser.add_instantiator(self.sealed.call, object)
-        data: pl.LightningDataModule = parser.instantiate_classes(Namespace(data=config.data.clone())).data
-        return data
+    def _data_of(self, config: Namespace) -> pl.LightningDataModule:
+        """Build the data module, once."""
+        self._data = self._data or build_data(config.data.clone())
+        return self._data
 
     def _read_checkpoints_safely(self, strategy: Any) -> None:
         """Replace Lightning's `ModelParallelStrategy` with `ShardedStrategy`, with the options that the user gave."""
-        lightnings = f".{ModelParallelStrategy.__name__}"
-        if not isinstance(strategy, Namespace) or not strategy.class_path.endswith(lightnings):
+        if not isinstance(strategy, Namespace) or find(strategy.class_path) is not ModelParallelStrategy:
             return
         strategy.class_path = f"{ShardedStrategy.__module__}.{ShardedStrategy.__name__}"
         if not self.arguments.given("trainer.strategy.save_distributed_checkpoint"):
@@ -478,7 +492,7 @@ class CLI(LightningCLI):
 
     def instantiate_trainer(self, **kwargs: Any) -> pl.Trainer:
         """Build the trainer: its root is the folder of the run, and it has the callbacks that every run has."""
-        config = self.sealed.open(self.config_init[self.subcommand].trainer)
+        config = self.config_init[self.subcommand].trainer
         _check_trainer(config)
         quiet = bool(config.fast_dev_run)
         if self.subcommand == "fit" and not quiet:
@@ -499,9 +513,7 @@ class CLI(LightningCLI):
             )
         if config.devices == "auto" and self.subcommand in ("predict", "generate"):
             kwargs["devices"] = 1  # else all GPUs of the machine, and these commands run on one process
-        averaged = self.resolved.averaged
-        read = partial(_read_average, averaged, self.model) if averaged else None
-        kwargs["plugins"] = [*_as_list(config.plugins), AtomicCheckpointIO(read)]
+        kwargs["plugins"] = [*_as_list(config.plugins), AtomicCheckpointIO(self._reader())]
         kwargs["logger"] = False if quiet else _loggers(config.logger, folder)
         trainer_callbacks = _as_list(config.callbacks)
         kwargs["callbacks"] = [*trainer_callbacks, *self._standard_callbacks(config, quiet, kwargs)]
@@ -522,6 +534,21 @@ class CLI(LightningCLI):
         leave_signals_alone(trainer)
         return trainer
 
+    def _reader(self) -> Callable[[Path], dict[str, Any]] | None:
+        """Return the function that reads the checkpoint; None for a folder, of which each process reads its parts."""
+        checkpoint, averaged, model = self.resolved.checkpoint, self.resolved.averaged, self.model
+        if checkpoint is None or (checkpoint.is_dir() and not averaged):
+            return None
+
+        def read(path: Path) -> dict[str, Any]:
+            content, self._content = (None if checkpoint.is_dir() else self._content), None
+            content = content if content is not None and path == checkpoint else read_checkpoint(path)
+            if averaged:
+                average_parameters(content, averaged, model)
+            return content
+
+        return read
+
     def _standard_callbacks(self, config: Any, quiet: bool, kwargs: dict[str, Any]) -> list[pl.Callback]:
         given = {type(callback) for callback in _as_list(config.callbacks)}
         standard: list[pl.Callback] = []
@@ -534,8 +561,8 @@ class CLI(LightningCLI):
             issubclass(t, pl.callbacks.ModelSummary) for t in given
         ):
             standard.append(callbacks.ParameterSummary())
-        saved = self.resolved.saved
-        seed_kept = saved is None or saved.get("seed_everything") == self.settings().get("seed_everything")
+        run = self.resolved.run
+        seed_kept = run is None or run.get("seed_everything") == self.settings().get("seed_everything")
         if callbacks.CheckFinite not in given:
             standard.append(callbacks.CheckFinite())
         standard += [
@@ -674,7 +701,7 @@ class CLI(LightningCLI):
 
 
 class Configuration(pl.Callback):
-    """Writes all settings into the folder of the run, into its checkpoints, and once to loggers of the user's own.
+    """Writes all settings into the folder of the run, and once to loggers of the user's own.
 
     Args:
         settings: The result of `CLI.settings`.
@@ -706,17 +733,7 @@ class Configuration(pl.Callback):
         while path.exists():
             attempt += 1
             path = folder / f"config_resumed_{attempt}.yaml"
-        path.write_text(_dump_yaml(self.settings), encoding="utf-8")
-        if named := homes(self.settings):
-            rank_zero_info(
-                f"This run's checkpoints contain paths of your home folder: {', '.join(dict.fromkeys(named))}"
-            )
-
-    def on_save_checkpoint(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
-    ) -> None:
-        """Add the settings."""
-        with_config(checkpoint, self.settings, lit_effattn.__version__)
+        path.write_text(marked(dump_yaml(self.settings)), encoding="utf-8", newline="\n")
 
 
 def _writable(run: Path) -> Path:
@@ -787,11 +804,14 @@ def integers_first(parser: LightningArgumentParser) -> None:
             vars(action)["_typehint"] = Union[tuple(sorted(types, key=lambda kind: kind is not int))]  # noqa: UP007
 
 
-def _read_average(averaged: Sequence[Path], model: torch.nn.Module, path: Path) -> dict[str, Any]:
-    """Read a checkpoint, the last of `averaged`, with their mean as its parameters."""
-    checkpoint = read_checkpoint(path)
-    average_parameters(checkpoint, averaged, model)
-    return checkpoint
+def _without_tuples(value: Any) -> Any:
+    """Return a value with lists in place of tuples, as a checkpoint holds it."""
+    return [_without_tuples(item) for item in value] if isinstance(value, (list, tuple)) else value
+
+
+def _cut(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) < 80 else f"{text[:77]}…"
 
 
 def _loggers(given: Any, folder: Path) -> list[Logger]:

@@ -13,7 +13,6 @@ from torch import Tensor
 
 from lit_effattn.checkpoints.printable import printable
 from lit_effattn.checkpoints.runs import named_or_new, short
-from lit_effattn.checkpoints.spec_check import Place, UserJudge, check
 from lit_effattn.datamodules import IGNORE, PairBatch, SpeechBatch, TokenBatch
 from lit_effattn.datamodules.text.tokenizers import Tokenizer
 from lit_effattn.drawing import images as pictures
@@ -46,8 +45,6 @@ def show_data(arguments: Arguments, parser: LightningArgumentParser) -> None:
     config = parser.parse_args([*(arg for spec in specs for arg in spec), *arguments.remaining])
     if not config.get("data"):
         raise ValueError("no data are named: give --config NAME_OR_FILE, or --data CLASS")
-    action: Any = next(action for action in parser._actions if action.dest == "data")
-    check(config["data"], Place.of(action._typehint), "data", UserJudge(arguments.trust))
     data = parser.instantiate_classes(config).data
     for line in describe(data, None if config.output is None else Path(config.output)):
         print(printable(line))

@@ -21,8 +21,8 @@ from lightning.pytorch.loggers import Logger
 
 from lit_effattn.attention import Attention, CrossAttention
 from lit_effattn.attention.positions import Positions
-from lit_effattn.checkpoints.allowlist import find
 from lit_effattn.checkpoints.import_errors import import_error
+from lit_effattn.checkpoints.trust import find
 from lit_effattn.hparams import parameters
 from lit_effattn.nn.front_ends import FrontEnd
 from lit_effattn.nn.heads import Head

@@ -5,7 +5,8 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from lit_effattn.checkpoints.io import read_outline
+from lit_effattn.checkpoints.io import read_checkpoint
+from lit_effattn.checkpoints.loading import load_model
 from lit_effattn.checkpoints.runs import find_checkpoint, output_folder, short
 from lit_effattn.interchange import export as exporting
 from lit_effattn.interchange import onnx_operators
@@ -79,15 +80,16 @@ def export(args: list[str]) -> None:
     given = _parser().parse_args(args)
     checkpoint = find_checkpoint(given.ckpt_path, Path(given.root))
     target = Path(given.output) if given.output else _target(checkpoint, Path(given.root), given.format)
+    content = read_checkpoint(checkpoint)
     done = exporting.export(
-        Task.load_from_checkpoint(checkpoint, map_location="cpu", trust=given.trust),
+        load_model(Task, checkpoint, map_location="cpu", trust=given.trust, content=content),
         target,
         format=given.format,
         max_len=given.max_len,
         batch_size=given.batch_size,
         check=given.check,
         overwrite=given.overwrite,
-        saved=read_outline(checkpoint),
+        saved=content,
         dtype=given.dtype,
         normalize=given.normalize,
         operators=given.operators,

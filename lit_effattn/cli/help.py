@@ -12,7 +12,6 @@ from typing import Any, get_args, get_origin, get_type_hints
 import lightning.pytorch as pl
 from jsonargparse import ArgumentParser
 
-from lit_effattn.checkpoints.allowlist import is_listed
 from lit_effattn.settings.arguments import Arguments
 from lit_effattn.settings.own_classes import subclasses
 from lit_effattn.tasks import Task
@@ -74,7 +73,7 @@ def class_help(arguments: Arguments, new_parser: Callable[[], ArgumentParser]) -
     path = asked[-1].key.removesuffix(".help").replace("init_args.", "")
     expected = _declared(path)
     kinds = _kinds(expected)
-    known = sorted({kind.__name__ for kind in kinds if is_listed(kind)})
+    known = sorted({kind.__name__ for kind in kinds if _is_ours(kind)})
     if not known:
         return False
     name = asked[-1].text
@@ -98,7 +97,7 @@ def _declared(path: str) -> Any:
     first, *names = path.split(".")
     expected: Any = {"model": Task, "data": pl.LightningDataModule}.get(first)
     for name in names:
-        kinds = [kind for kind in _kinds(expected) if is_listed(kind)]
+        kinds = [kind for kind in _kinds(expected) if _is_ours(kind)]
         declared = (get_type_hints(kind.__init__).get(name) for kind in kinds)  # type: ignore[misc]
         expected = next((hint for hint in declared if _classes(hint)), None)
     return expected
@@ -114,3 +113,7 @@ def _classes(hint: Any) -> list[type]:
 def _kinds(expected: Any) -> list[type]:
     """Return the classes that an option of this type may name."""
     return [kind for base in _classes(expected) for kind in subclasses(base) if not inspect.isabstract(kind)]
+
+
+def _is_ours(kind: type) -> bool:
+    return kind.__module__.startswith(("lit_effattn.", "torch.")) and not kind.__name__.startswith("_")

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from lit_effattn.checkpoints.io import read_checkpoint
+from lit_effattn.checkpoints.loading import load_model
 from lit_effattn.checkpoints.printable import printable
 from lit_effattn.checkpoints.runs import find_checkpoint, short
 from lit_effattn.checks import at_least
@@ -105,8 +106,9 @@ def stream(args: list[str]) -> None:
         check_replaceable(Path(given.save_state))
     decoder = None if given.beam_size is None else BeamDecoder(given.beam_size)
     path = find_checkpoint(given.ckpt_path, Path(given.root))
-    model = SpeechRecognizer.load_from_checkpoint(path, map_location="cpu", trust=given.trust)
-    features = stream_features(read_checkpoint(path, "cpu"), short(path), given.normalize)
+    content = read_checkpoint(path)
+    model = load_model(SpeechRecognizer, path, map_location="cpu", trust=given.trust, content=content)
+    features = stream_features(content, short(path), given.normalize)
     if features is None:
         raise ValueError(
             f"{short(path)}: it has no sample_rate and n_mels of SpeechData; use a checkpoint of a training run"

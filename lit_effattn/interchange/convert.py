@@ -13,15 +13,14 @@ import torch
 import yaml
 from torch import Tensor
 
-import lit_effattn
 from lit_effattn.attention import SoftmaxAttention
 from lit_effattn.attention.positions import n_positions
-from lit_effattn.checkpoints.allowlist import listed
 from lit_effattn.checkpoints.files import whole, write
-from lit_effattn.checkpoints.io import read_checkpoint, with_config
+from lit_effattn.checkpoints.io import read_checkpoint
 from lit_effattn.checkpoints.model_size import model_of
 from lit_effattn.checkpoints.runs import is_checkpoint, short
 from lit_effattn.checkpoints.shipped import model_path
+from lit_effattn.checkpoints.trust import imported
 from lit_effattn.hparams import defaults, spec
 from lit_effattn.interchange.family import Family
 from lit_effattn.interchange.gpt2 import GPT2
@@ -97,7 +96,6 @@ def _to_checkpoint(source: Path, target: Path) -> str:
         "epoch": 0,
         "global_step": 0,
     }
-    with_config(checkpoint, {}, lit_effattn.__version__)
     settings = yaml.safe_dump(_settings(model, target / CHECKPOINT), sort_keys=False)
     with whole(target) as folder:
         folder.mkdir()
@@ -251,7 +249,7 @@ def _computed(value: Any, name: str = "model") -> dict[str, Any]:
         return {k: v for i, item in enumerate(value) for k, v in _computed(item, f"{name}[{i}]").items()}
     if not isinstance(value, dict) or "class_path" not in value:
         return {name: value}
-    kind = listed(value["class_path"])
+    kind = imported(value["class_path"])
     computed = {name: value["class_path"] if kind is None else _path(kind)}
     known = {} if kind is None else defaults(kind)
     known = {

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from lit_effattn import registry
 from lit_effattn.nn.heads import Head
 from lit_effattn.sequence import accumulator
 
@@ -230,3 +231,6 @@ def _square(width: int, std: float | None) -> nn.Linear:
     projection = nn.Linear(width, width, bias=False)
     nn.init.normal_(projection.weight, std=std or width**-0.5)
     return projection
+
+
+registry.enter(AdaptiveEmbedding, nn.Embedding)

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Iterator, Sequence, Set
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -24,9 +24,8 @@ from typing import Any, NamedTuple
 import yaml
 from jsonargparse import get_loader
 
-from lit_effattn.checkpoints.allowlist import Trust
 from lit_effattn.checkpoints.plain_yaml import MAX_BYTES, OutOfBoundsError, check_bounds
-from lit_effattn.settings.own_classes import may_name_modules
+from lit_effattn.checkpoints.trust import Trust, may_name_modules
 from lit_effattn.settings.shipped import find_config
 
 _FLAG = re.compile(r"(-[ch]|--[\w.-]+)(\+?)(?:=(.*))?", re.DOTALL)
@@ -59,6 +58,24 @@ def load_yaml(text: str) -> Any:
         return _load(text)
     except RecursionError as error:  # of PyYAML without libyaml
         raise OutOfBoundsError("it is nested too deeply") from error
+
+
+class _Dumper(yaml.SafeDumper):
+    """Writes what `load_yaml` reads as the same value."""
+
+
+# Words of an enumeration of strings, such as the default of Lightning's `Timer`.
+_Dumper.add_multi_representer(str, lambda dumper, text: dumper.represent_str(str.__str__(text)))
+# The text 1e3 needs quotes, since jsonargparse reads it as a number.
+_Dumper.add_implicit_resolver(
+    "tag:yaml.org,2002:float", re.compile(r"[-+]?[0-9][0-9_]*[eE][-+]?[0-9]+$"), [*"-+0123456789"]
+)
+
+
+def dump_yaml(settings: Any) -> str:
+    """Return settings as YAML."""
+    text: str = yaml.dump(settings, Dumper=_Dumper, default_flow_style=False, allow_unicode=True, sort_keys=False)
+    return text
 
 
 class Option(NamedTuple):
@@ -306,10 +323,11 @@ class Arguments(Settings):
         values = [value for value in self.values("trust") if value is not None]
         return Trust([name for value in values for name in (value if isinstance(value, list) else [value])])
 
-    def for_parser(self, *, without: Set[str], root: Path | None) -> list[str]:
+    def for_parser(self, *, without: Set[str], root: Path | None, run: Mapping[str, Any] | None = None) -> list[str]:
         """Return the arguments for jsonargparse: files, flags that were not read here, and the folder of the runs.
 
         Args:
+            run: The settings of a run of the user's, which files and flags override.
             without: The sections of files that the command does not know.
             root: The folder of the runs; None for that of the flags or files.
         """
@@ -317,6 +335,7 @@ class Arguments(Settings):
         configs = [arg for file in self.files for arg in ("--config", file.without(without))]
         return [
             self.command,
+            *(["--config", dump_yaml(run)] if run else []),
             *configs,
             *self.remaining,
             *(["--trainer.default_root_dir", folder] if folder else []),

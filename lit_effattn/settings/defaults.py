@@ -7,7 +7,7 @@ from typing import Any
 import lightning.pytorch as pl
 
 from lit_effattn.callbacks import LastCheckpoint
-from lit_effattn.checkpoints.allowlist import listed
+from lit_effattn.checkpoints.trust import imported
 from lit_effattn.hparams import defaults
 from lit_effattn.settings.run_names import ROOT
 
@@ -20,8 +20,8 @@ _UNKNOWN = object()
 def split(config: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return the settings of a run that differ from their defaults, and the unchanged ones, by full names.
 
-    The defaults of a class are known if it is listed in `lit_effattn.checkpoints.allowlist`; other classes are not
-    imported, since the configuration is data. Classes are shown by their bare names.
+    The defaults of a class are known if its module is imported; others are not imported, since the configuration is
+    data. Classes are shown by their bare names.
     """
     changed: dict[str, Any] = {}
     unchanged: dict[str, Any] = {}
@@ -38,7 +38,7 @@ def split(config: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
 def _sort(value: Any, name: str, default: Any, changed: dict[str, Any], unchanged: dict[str, Any]) -> None:
     if isinstance(value, dict) and "class_path" in value:
         path = str(value["class_path"])
-        kind = listed(path)
+        kind = imported(path)
         (unchanged if kind is not None and kind is default else changed)[name] = path.rpartition(".")[2]
         default = {} if kind is None else defaults(kind)
         value = value.get("init_args") or {}

@@ -16,7 +16,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
 from lit_effattn.attention import SparseAttention
 from lit_effattn.callbacks import FeatureRedraw, MemoryCarry
-from lit_effattn.checkpoints.allowlist import find
+from lit_effattn.checkpoints.trust import find
 from lit_effattn.settings.arguments import Arguments, Settings
 
 _ATTENTION, _CALLBACKS = "model.backbone.attention", "trainer.callbacks"
@@ -36,7 +36,7 @@ def set_windows(config: Namespace, arguments: Arguments) -> None:
     """
     lengths = [length for file in arguments.files for length in file.values(f"{_ATTENTION}.mem_len")]
     mem_len = next((length for length in reversed(lengths) if type(length) is int), None)
-    carries = any(str(c.get("class_path")).endswith(MemoryCarry.__name__) for c in _specs(config.trainer.callbacks))
+    carries = any(_is_a(callback, MemoryCarry) for callback in _specs(config.trainer.callbacks))
     segment_len = config.get("data.init_args.segment_len")
     if not carries or mem_len is None or not isinstance(segment_len, int):
         return
@@ -59,8 +59,9 @@ def set_strides(config: Namespace, arguments: Arguments, data: Callable[[], Any]
         data: Builds the data module.
         resumes: Whether the attention is a checkpoint's, unless the user names another one.
     """
-    kinds = [kind for kind in _attentions(config) if kind.class_path.endswith(SparseAttention.__name__)]
-    new = not resumes or any(name.endswith(SparseAttention.__name__) for name in arguments.classes(_ATTENTION))
+    kinds = [kind for kind in _attentions(config) if _is_a(kind, SparseAttention)]
+    named = {kind.class_path.rpartition(".")[2] for kind in kinds}
+    new = not resumes or any(name in named for name in arguments.classes(_ATTENTION))
     if not kinds or not new or arguments.values(f"{_ATTENTION}.stride"):
         return
     module = data()
@@ -106,7 +107,7 @@ def leave_out(config: Namespace, arguments: Arguments) -> None:
     if FeatureRedraw.__name__ in for_another and not _draws(model):
         omitted.append(FeatureRedraw.__name__)
         callbacks = _specs(config.trainer.callbacks)
-        config.trainer.callbacks = [c for c in callbacks if not c.class_path.endswith(f".{FeatureRedraw.__name__}")]
+        config.trainer.callbacks = [callback for callback in callbacks if not _is_a(callback, FeatureRedraw)]
     if omitted:
         owners = dict.fromkeys(kind for kinds in for_another.values() for kind in kinds)
         rank_zero_info(f"left out, being for {', '.join(owners)}: {', '.join(sorted(omitted))}")
@@ -126,6 +127,11 @@ def _draws(settings: Any) -> bool:
         return False
     path = str(settings.get("class_path"))
     return ("." in path and hasattr(find(path), "redraw")) or any(map(_draws, settings.values()))
+
+
+def _is_a(spec: Namespace, kind: type) -> bool:
+    """Return whether a parsed spec is of a class or a subclass of it."""
+    return issubclass(find(spec.class_path), kind)
 
 
 def _attentions(config: Namespace) -> list[Namespace]:

@@ -1,32 +1,47 @@
-"""The checkpoint that a command starts from, and the settings in it, which flags and files override."""
+"""The checkpoint that a command starts from, and what it takes from the checkpoint's run or from the file alone."""
 
 from __future__ import annotations
 
 import inspect
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import lightning.pytorch as pl
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
 from lit_effattn.checkpoints import slurm
-from lit_effattn.checkpoints.allowlist import listed
-from lit_effattn.checkpoints.io import saved_config
+from lit_effattn.checkpoints.own_runs import VERDICT, config_file, own_config
 from lit_effattn.checkpoints.recovery import read_intact
-from lit_effattn.checkpoints.runs import find_checkpoint, last_kept, short
+from lit_effattn.checkpoints.runs import find_checkpoint, last_kept, run_of, short
 from lit_effattn.checkpoints.shipped import is_model
-from lit_effattn.hparams import defaults, flat
-from lit_effattn.settings.arguments import Arguments
+from lit_effattn.checkpoints.trust import find, imported, may_name_modules
+from lit_effattn.hparams import defaults, flat, subclasses
+from lit_effattn.settings.arguments import Arguments, dump_yaml
 from lit_effattn.settings.run_names import root_of, stated_root
-from lit_effattn.settings.saved import checked_settings, section
+from lit_effattn.tasks import Task
 
 CHECKPOINT = "LIT_EFFATTN_CKPT_PATH"
 """Environment variable with the path of the checkpoint, set for the processes that DDP starts."""
 
 OF_FIT = ("checkpoint", "init_weights", "transfer_from")
 """Sections of a YAML file that only `fit` uses. A file serves all commands."""
+
+_OF_A_RUN = {
+    True: ("seed_everything", "trainer", "model", "data", "checkpoint", "transfer_from"),
+    False: ("seed_everything", "trainer", "model", "data"),
+}
+"""Sections that a command takes from the configuration of a run, by whether it trains."""
+
+_OF_SCORING = (
+    *("accelerator", "precision", "deterministic", "benchmark", "inference_mode"),
+    *("limit_val_batches", "limit_test_batches", "limit_predict_batches"),
+    *("enable_progress_bar", "enable_model_summary"),
+)
+"""Options of the trainer that commands other than `fit` take from the configuration of a run."""
 
 
 class Resolved(NamedTuple):
@@ -35,31 +50,34 @@ class Resolved(NamedTuple):
     Attributes:
         args: The arguments for jsonargparse, starting with the command.
         checkpoint: The file, or None.
-        saved: The settings taken from the checkpoint, which `args` override, or None.
+        content: Its content; of a folder, what all processes have in common.
+        run: The settings that the command takes from the configuration of the checkpoint's run, which is the user's;
+            None without one.
+        describes: Whether the file alone describes the model: nothing of the user's does.
         uses_data: Whether the command takes data.
         data_fixes: Whether the arguments in `Task.fixed_by_data` come from the data; if not, from the checkpoint.
         requeued: Whether this is a restarted SLURM job, which resumes its run whatever its arguments say.
         averaged: The checkpoints whose mean is used (`--average`), of which `checkpoint` is the last; or empty.
-        offline: Whether Hugging Face's libraries must use their cache alone.
     """
 
     args: list[str]
     checkpoint: Path | None = None
-    saved: dict[str, Any] | None = None
+    content: dict[str, Any] | None = None
+    run: dict[str, Any] | None = None
+    describes: bool = False
     uses_data: bool = True
     data_fixes: bool = True
     requeued: bool = False
     averaged: Sequence[Path] = ()
-    offline: bool = False
 
 
 def resolve(arguments: Arguments) -> Resolved:
-    """Find the checkpoint that a command starts from, and the settings in it that flags and files override.
+    """Find the checkpoint that a command starts from, and the settings of its run if the run is the user's.
 
     Raises:
-        ValueError: If a command that needs a checkpoint has none, or more are to be averaged than were kept.
+        ValueError: If a command that needs a checkpoint has none, or more are to be averaged than were kept; or if the
+            checkpoint is not of a run of the user's, and neither files nor flags have what the command needs.
         FileNotFoundError: If the checkpoint does not exist.
-        NotAllowedError: If the checkpoint names a class or function that is not allowed.
     """
     if arguments.flags.given("help"):
         return Resolved(arguments.typed)
@@ -74,8 +92,8 @@ def resolve(arguments: Arguments) -> Resolved:
     requeued = slurm.interrupted_checkpoint(root, arguments.typed) if fits else None
     parent = os.environ.get(CHECKPOINT) if is_child() else None  # None also if torchrun started all processes
     if requeued is not None and name is None:  # the same arguments began the run: its settings are known
-        checkpoint, _ = read_intact(Path(parent or requeued), root, training=True, verify=parent is None)
-        return Resolved([*args, "--ckpt_path", str(checkpoint)], checkpoint, requeued=True)
+        checkpoint, content = read_intact(Path(parent or requeued), root, training=True, verify=parent is None)
+        return Resolved([*args, "--ckpt_path", str(checkpoint)], checkpoint, content, requeued=True)
     if requeued is None and name is None:
         if not fits:
             raise ValueError(
@@ -93,24 +111,89 @@ def resolve(arguments: Arguments) -> Resolved:
     averaged = [] if average is None else last_kept(named, _number(average))
     chosen = averaged[-1] if averaged else named
     checkpoint, content = read_intact(chosen, root, training=fits, verify=parent is None)
-    config = saved_config(content, short(checkpoint))
     before = f", averaged with {', '.join(path.name for path in averaged[:-1])}" if averaged[:-1] else ""
     rank_zero_info(f"{arguments.command} from {short(checkpoint)}{before}")
-    args += _inputs(arguments, config)
+    config = own_config(checkpoint)
+    file = None if (run := run_of(checkpoint)) is None else config_file(run)
+    if parent is None:
+        os.environ[VERDICT] = "" if config is None or file is None else str(file)
+    if config is None:
+        _check_lone(arguments, checkpoint, file, uses_data=uses_data)
+    else:
+        may_name_modules(dump_yaml(config))
+        config = _of_command(config, checkpoint, arguments, uses_data=uses_data)
+        args = arguments.for_parser(without=unknown, root=folder, run=config)
+    args += _inputs(arguments, config or {})
     # The user's own recordings or texts need no corpus: the checkpoint has the arguments that the data fixed.
     own = arguments.inputs or any(arguments.given(f"data.{name}") for name in ("audio", "sources", "source_file"))
-    data_fixes = uses_data and not own
-    saved = checked_settings(config, checkpoint, arguments, uses_data=uses_data, data_fixes=data_fixes)
     return Resolved(
         [*args, "--ckpt_path", str(checkpoint)],
         checkpoint,
-        saved.settings,
+        content,
+        config,
+        config is None and not arguments.classes("model"),
         uses_data,
-        data_fixes,
+        uses_data and not own,
         requeued is not None,
         averaged,
-        saved.offline,
     )
+
+
+def _of_command(config: dict[str, Any], checkpoint: Path, arguments: Arguments, *, uses_data: bool) -> dict[str, Any]:
+    """Return the settings that a command takes from the configuration of a run.
+
+    Raises:
+        ValueError: If `--transfer_from` is given and the run is not an attention transfer.
+    """
+    fits = arguments.command == "fit"
+    taken = {part: config[part] for part in _OF_A_RUN[fits] if config.get(part) is not None}
+    if not uses_data:
+        taken.pop("data", None)
+    trainer = section(taken, "trainer")
+    if fits:
+        if arguments.given("transfer_from") and not config.get("transfer_from"):
+            raise ValueError(
+                f"{short(checkpoint)} is not of an attention transfer: give --transfer_from without --ckpt_path"
+            )
+        if (run := run_of(checkpoint)) is not None and not arguments.given("trainer.default_root_dir"):
+            trainer = {**trainer, "default_root_dir": short(run.parent)}
+    else:
+        callbacks = trainer.get("callbacks") or []
+        callbacks = [c for c in (callbacks if isinstance(callbacks, list) else [callbacks]) if _scores(c)]
+        names = (*_OF_SCORING, *(["logger"] if trainer.get("logger") is False else []))
+        trainer = {name: trainer[name] for name in names if name in trainer}
+        trainer |= {"callbacks": callbacks} if callbacks else {}
+    return {**taken, "trainer": trainer}
+
+
+def _scores(callback: Any) -> bool:
+    """Return whether the spec of a callback is of a class that also changes the results of scoring."""
+    with suppress(Exception):  # the user's module may raise any exception
+        return bool(find(callback["class_path"]).changes_scores)
+    return False
+
+
+def _check_lone(arguments: Arguments, checkpoint: Path, file: Path | None, *, uses_data: bool) -> None:
+    """Check that files and flags have what a command needs beside a checkpoint that is not of a run of the user's.
+
+    Raises:
+        ValueError: If the model or the data of the command are missing. The message names the remedy.
+    """
+    if file is None:
+        why = f"{short(checkpoint)} is outside of your runs, and of such a file only the model is used"
+        remedy = "give --config with {}, or --ckpt_path within a run of yours"
+    else:
+        why = f"this account did not write {short(file)}, or it was changed: only the model of the checkpoint is used"
+        remedy = "read that file, and accept it by --config; or give --config with {}"
+    if not arguments.classes("model"):
+        if arguments.command == "fit":
+            raise ValueError(f"{why}: {remedy.format('the model, the data and the trainer of this training')}")
+        if given := next((o.key for o in arguments.options if o.key.split(".")[0] == "model"), None):
+            raise ValueError(f"--{given}: {why}, and as it is: {remedy.format('the whole model')}")
+    if uses_data and not arguments.classes("data"):
+        raise ValueError(f"{why}: {remedy.format('the data')}")
+    if file is not None:
+        rank_zero_info(f"{why}: {remedy.format('other settings')}")
 
 
 def _inputs(arguments: Arguments, config: dict[str, Any]) -> list[str]:
@@ -121,13 +204,13 @@ def _inputs(arguments: Arguments, config: dict[str, Any]) -> list[str]:
     """
     if not arguments.inputs:
         return []
-    kind = listed(str(arguments.text("data") or section(config, "data").get("class_path")))
-    option = getattr(kind, "takes_inputs", None)
+    named = arguments.classes("data") or [str(section(config, "data").get("class_path")).rpartition(".")[2]]
+    kinds = {kind.__name__: kind for kind in subclasses(pl.LightningDataModule)}
+    option = getattr(kinds.get(named[-1]), "takes_inputs", None)
     if option is None:
-        name = "the checkpoint's data" if kind is None else kind.__name__
         raise ValueError(
-            f"predict {' '.join(arguments.inputs)}: {name} can't read inputs from the command line; leave them out to "
-            "predict the test data"
+            f"predict {' '.join(arguments.inputs)}: {named[-1]} can't read inputs from the command line; leave them "
+            "out to predict the test data"
         )
     return [f"--data.{option}", json.dumps(arguments.inputs, ensure_ascii=False)]
 
@@ -174,7 +257,7 @@ def _canonical(spec: Any) -> Any:
 
     A class may have several paths, and options that it did not have when a checkpoint was saved.
     """
-    kind = listed(str(spec.get("class_path"))) if isinstance(spec, dict) else None
+    kind = imported(str(spec.get("class_path"))) if isinstance(spec, dict) else None
     if kind is None:
         return spec
     return {**spec, "class_path": kind, "init_args": {**defaults(kind), **section(spec, "init_args")}}
@@ -183,9 +266,40 @@ def _canonical(spec: Any) -> Any:
 def _early_stopping(settings: dict[str, Any]) -> list[dict[str, Any]]:
     given = section(settings, "trainer").get("callbacks") or []
     given = given if isinstance(given, list) else [given]
-    return [section(c, "init_args") for c in given if str(c.get("class_path")).endswith("EarlyStopping")]
+    kinds = [(imported(str(c.get("class_path"))), section(c, "init_args")) for c in given]
+    return [options for kind, options in kinds if kind is not None and issubclass(kind, pl.callbacks.EarlyStopping)]
 
 
 def is_child() -> bool:
     """Return whether this process was started by another process of the same run (DDP)."""
     return int(os.environ.get("LOCAL_RANK", 0)) > 0
+
+
+def fixed_by_data() -> set[str]:
+    """Return the arguments of all tasks that are taken from the data: see `Task.fixed_by_data`."""
+    tasks: Any = subclasses(Task)
+    return {name for task in tasks for name in task.fixed_by_data}
+
+
+def check_from_data(task: type[Task], arguments: Mapping[str, Any]) -> None:
+    """Check that the data have the arguments that a task takes from them.
+
+    Args:
+        task: The class.
+        arguments: Its arguments. An argument is None if the data lack it.
+
+    Raises:
+        ValueError: If a required argument is None. The message names it.
+    """
+    required = inspect.signature(task.__init__).parameters
+    for name in task.fixed_by_data:
+        if name in arguments and arguments[name] is None and required[name].default is inspect.Parameter.empty:
+            raise ValueError(
+                f"{task.__name__} takes {name} from the data, which have none: these data are for another task"
+            )
+
+
+def section(config: dict[str, Any], name: str) -> dict[str, Any]:
+    """Return the mapping at a name of a configuration; empty if there is none."""
+    value = config.get(name)
+    return value if isinstance(value, dict) else {}

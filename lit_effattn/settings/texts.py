@@ -12,7 +12,7 @@ from jsonargparse import ArgumentParser
 from jsonargparse._typehints import ActionTypeHint
 from jsonargparse._util import NestedArg
 
-from lit_effattn.checkpoints.spec_check import members
+from lit_effattn.checkpoints.build import members
 
 _TEXT = (str, Path)
 _YAML = ("class_path", "init_args", "dict_kwargs")

@@ -1,5 +1,7 @@
 """One LightningModule a task."""
 
+from lit_effattn.nn import adaptive, encoder_decoder, front_ends, lstm, transformer
+from lit_effattn.tasks import schedules
 from lit_effattn.tasks.base import Task
 from lit_effattn.tasks.classification import SequenceClassifier
 from lit_effattn.tasks.language import LanguageModel
@@ -19,3 +21,6 @@ __all__ = [
     "Task",
     "TrainedPronouncer",
 ]
+
+_ENTERED = (adaptive, encoder_decoder, front_ends, lstm, schedules, transformer)
+"""Modules whose classes a checkpoint of a task may name."""

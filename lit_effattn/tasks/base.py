@@ -20,7 +20,6 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau as TorchReduceLROnPlateau
 
 from lit_effattn import sequence
 from lit_effattn.callbacks.lightning_internals import epoch_is_whole
-from lit_effattn.checkpoints.allowlist import INSTANTIATOR
 from lit_effattn.checkpoints.io import hide_folders, own_folders
 from lit_effattn.checkpoints.loading import check_finite, check_not_averaged, check_same_model, load_model
 from lit_effattn.checkpoints.runs import short
@@ -165,15 +164,7 @@ class Task(HasInitArgs, pl.LightningModule):
             rank_zero_warn(f"Checkpoints of this model can't rebuild it on their own: {error}")
             return
         kind = type(self)
-        # The form in which LightningCLI saves hyper-parameters.
-        self.save_hyperparameters(
-            {
-                "_class_path": f"{kind.__module__}.{kind.__qualname__}",
-                "_instantiator": INSTANTIATOR,
-                **arguments,
-            },
-            logger=False,
-        )
+        self.save_hyperparameters({"_class_path": f"{kind.__module__}.{kind.__qualname__}", **arguments}, logger=False)
 
     @classmethod
     def load_from_checkpoint(  # type: ignore[override]  # `trust` is ours; `hparams_file` and pickles are not
@@ -188,8 +179,8 @@ class Task(HasInitArgs, pl.LightningModule):
     ) -> Self:
         """Build the model that a checkpoint holds, with its weights.
 
-        A checkpoint may name the classes that `lit_effattn.checkpoints.allowlist` lists, this class, and the classes
-        that you trust. All names are checked before anything is imported or called.
+        A checkpoint may name the classes of this package, this class, the classes that you trust, and, in a run that
+        this account started, those of the run. No other name is imported or called.
 
         Args:
             checkpoint_path: The file, or `model:NAME`, a model that comes with the package.

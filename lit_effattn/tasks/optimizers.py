@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.optim import AdamW, Muon, Optimizer
 
+from lit_effattn import registry
 from lit_effattn.checks import at_least, probabilities
 from lit_effattn.sequence import SequenceModule
 
@@ -185,3 +186,7 @@ def exempt_from_decay(optimizer: Optimizer, parameters: Iterable[Tensor]) -> Non
         if exempt:
             group["params"] = [p for p in group["params"] if id(p) not in wanted]
             optimizer.param_groups.append({**group, "params": exempt, "weight_decay": 0.0})
+
+
+_OF_TORCH = (kind for kind in vars(torch.optim).values() if isinstance(kind, type) and issubclass(kind, Optimizer))
+registry.enter(MuonWithAdamW, *_OF_TORCH)

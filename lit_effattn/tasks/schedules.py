@@ -5,9 +5,11 @@ from __future__ import annotations
 import math
 from typing import Literal
 
-from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LambdaLR
+from lightning.pytorch.cli import ReduceLROnPlateau
+from torch.optim import Optimizer, lr_scheduler
+from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
+from lit_effattn import registry
 from lit_effattn.checks import at_least
 
 
@@ -186,3 +188,7 @@ class InverseSquareRoot(LambdaLR):
     def _factor(self, steps_taken: int) -> float:
         step = steps_taken + 1
         return min(step / self.warmup_steps, math.sqrt(self.warmup_steps / step))
+
+
+_OF_TORCH = (kind for kind in vars(lr_scheduler).values() if isinstance(kind, type) and issubclass(kind, LRScheduler))
+registry.enter(WarmupCosine, WarmupStableDecay, InverseSquareRoot, ReduceLROnPlateau, *_OF_TORCH)

@@ -18,14 +18,11 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 
 from lit_effattn.callbacks import LastCheckpoint
 from lit_effattn.checkpoints import io as checkpoints
-from lit_effattn.checkpoints.allowlist import INSTANTIATOR
 from lit_effattn.checkpoints.files import DamagedError, remove_parts
 from lit_effattn.checkpoints.io import (
     AtomicCheckpointIO,
     own_folders,
     read_checkpoint,
-    saved_config,
-    with_config,
 )
 from tests.callbacks.tiny import Tiny, loader, trainer
 
@@ -353,29 +350,6 @@ def test_the_worst_of_the_best_is_one_of_them(resuming: pl.Trainer):
     """Lightning would look for it in vain."""
     assert remembered(resuming, kth_best_model_path="/x", best_k_models={"a": 1.0})["best_k_models"] == {}
     assert len(remembered(resuming, kth_best_model_path="", best_k_models={"a": 1.0})["best_k_models"]) == 1
-
-
-# ---------------------------------------------------------------------------------------------------- the configuration
-
-
-def test_the_model_is_in_a_checkpoint_once():
-    model = {"_class_path": "Task", "_instantiator": INSTANTIATOR, "width": 3}
-    checkpoint: dict[str, Any] = {"hyper_parameters": model}
-    with_config(checkpoint, {"model": {"class_path": "Task"}, "trainer": {"max_epochs": 1}}, "0.1")
-    assert checkpoint["lit_effattn"] == {"format": 2, "version": "0.1", "config": {"trainer": {"max_epochs": 1}}}
-    config = saved_config(checkpoint, "it.ckpt")
-    assert config == {"model": {"class_path": "Task", "init_args": {"width": 3}}, "trainer": {"max_epochs": 1}}
-
-
-def test_a_model_that_hyper_parameters_cannot_hold_is_in_the_configuration():
-    checkpoint: dict[str, Any] = {}
-    with_config(checkpoint, {"model": {"class_path": "Task"}}, "0.1")
-    assert saved_config(checkpoint, "it.ckpt") == {"model": {"class_path": "Task"}}
-
-
-def test_another_format_is_said():
-    with pytest.raises(ValueError, match=r"it\.ckpt is of format 3: another version of lit-effattn saved it"):
-        saved_config({"lit_effattn": {"format": 3}}, "it.ckpt")
 
 
 # -------------------------------------------------------------------------------- AtomicCheckpointIO(asynchronous=True)

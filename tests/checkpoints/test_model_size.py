@@ -67,7 +67,7 @@ SIZES = [("d_model", 10**9), ("d_model", 10**30), ("n_layers", 10**8), ("d_ff", 
 def test_a_checkpoint_of_a_small_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
-    for command, name, value in [*(("python", *size) for size in SIZES), ("fit", *SIZES[0])]:
+    for command, name, value in [*(("python", *size) for size in SIZES), ("generate", *SIZES[0])]:
         monkeypatch.chdir(tmp_path)
         content = torch.load(checkpoint("pixels"), weights_only=True)
         content["hyper_parameters"]["backbone"]["init_args"][name] = value

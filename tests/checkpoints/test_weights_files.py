@@ -9,19 +9,17 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from lit_effattn import Transformer
-from lit_effattn.checkpoints.allowlist import NotAllowedError
 from lit_effattn.checkpoints.files import DamagedError
-from lit_effattn.checkpoints.io import read_checkpoint, read_outline, saved_config
+from lit_effattn.checkpoints.io import read_checkpoint, read_outline, saved_model
 from lit_effattn.checkpoints.loading import load_model
 from lit_effattn.checkpoints.shipped import metadata
+from lit_effattn.checkpoints.trust import NotAllowedError
 from lit_effattn.checkpoints.weights_files import write_weights_file
 from lit_effattn.hparams import spec
 from lit_effattn.tasks import LanguageModel
 from tests.support.commands import same
 
-CONFIG = {"data": {"class_path": "lit_effattn.datamodules.TextStream"}, "seed_everything": 3}
 SAVED: dict[str, Any] = {
-    "lit_effattn": {"format": 2, "version": "0.2.0", "config": CONFIG},
     **{"epoch": 1, "global_step": 7, "pytorch-lightning_version": "2.6.0"},
     "TextStream": {"digest": "abc"},
     "optimizer_states": [{"state": torch.zeros(2)}],
@@ -41,7 +39,7 @@ def written(path: Path, model: LanguageModel, **options: Any) -> Path:
 def test_a_file_is_a_checkpoint_without_the_state_of_training(tmp_path: Path, model: LanguageModel):
     path = written(tmp_path / "x.safetensors", model, saved=SAVED, dtype=torch.float16)
     for checkpoint in (read_checkpoint(path), read_outline(path, verify=True)):
-        assert saved_config(checkpoint, path) == {**CONFIG, "model": spec(model)}
+        assert saved_model(checkpoint) == spec(model)
         assert {k: v for k, v in SAVED.items() if k != "optimizer_states"}.items() <= checkpoint.items()
         assert "optimizer_states" not in checkpoint
         assert same(checkpoint["state_dict"], {n: t.half() for n, t in model.state_dict().items()})
@@ -56,7 +54,7 @@ def test_a_file_is_a_checkpoint_without_the_state_of_training(tmp_path: Path, mo
 def test_a_file_without_a_run_holds_the_model_alone(tmp_path: Path, model: LanguageModel):
     path = written(tmp_path / "x.safetensors", model)
     assert same(load_model(LanguageModel, path).state_dict(), model.state_dict())
-    assert saved_config(read_checkpoint(path), path) == {"model": spec(model)}
+    assert saved_model(read_checkpoint(path)) == spec(model)
 
 
 def test_tensors_of_the_state_of_the_data_are_kept(tmp_path: Path, model: LanguageModel):

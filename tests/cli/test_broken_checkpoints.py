@@ -150,7 +150,7 @@ def command(name: str, how: str) -> list[str]:
         "test": [],
         "generate": ["--n", "1", "--output", "made"] if name == "pixels" else ["--prompt", "a", "--n_tokens", "4"],
     }
-    return [how, "--ckpt_path", "it.ckpt", *more[how]]
+    return [how, "--config", f"{name}.yaml", "--ckpt_path", "it.ckpt", *more[how]]
 
 
 def tries(folder: Path, name: str, how: str, chosen: list[Any], record_property: Any) -> None:

@@ -1,20 +1,17 @@
 """A setting counts as given in whatever form the user gives it, and not because its name occurs somewhere."""
 
 import json
-import os
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import jsonargparse._typehints
 import pytest
-import torch
 import yaml
 
 from lit_effattn.analysis.sweep import sweep
 from lit_effattn.cli import command, main
 from tests.cli.test_command import TINY
-from tests.cli.test_command_text import write_texts
 from tests.support.commands import fails, last, spec
 from tests.support.small_runs import checkpoint
 
@@ -91,31 +88,6 @@ def test_what_the_data_fix_is_refused(flags: list[str], capsys: pytest.CaptureFi
     assert "--model.n_levels can't be given" in fails(capsys, "fit", "--config", "tiny.yaml", *flags)
 
 
-@pytest.mark.parametrize(
-    "flags",
-    [
-        ["--data", '{"class_path": "TextStream", "init_args": {"path": "some/stories"}}'],
-        ["--data.init_args", "{path: some/stories}"],
-        ["--config", "path.yaml"],
-    ],
-    ids=lambda flags: flags[0],
-)
-def test_a_data_set_that_the_user_names_in_a_mapping_is_downloaded(flags: list[str], monkeypatch: pytest.MonkeyPatch):
-    asked = []
-    monkeypatch.setattr(
-        "lit_effattn.datamodules.text.sources.huggingface",
-        lambda *args: asked.append((args[0], os.environ.get("HF_HUB_OFFLINE"))) or 1 / 0,
-    )
-    Path("path.yaml").write_text("data.path: some/stories")
-    content = torch.load(checkpoint("language"), weights_only=True)
-    of_hub = {"source": "huggingface", "path": "some/stories", "column": "text", "root": None}
-    content["lit_effattn"]["config"]["data"]["init_args"].update(of_hub)
-    torch.save(content, "it.ckpt")
-    with pytest.raises(ZeroDivisionError):
-        main(["test", "--ckpt_path", "it.ckpt", *flags])
-    assert set(asked) == {("some/stories", None)}
-
-
 def test_recordings_in_a_mapping_need_no_corpus(capsys: pytest.CaptureFixture[str]):
     """The checkpoint then says what the corpus would; here, that there is no such file."""
     data = '{"class_path": "SpeechData", "init_args": {"audio": "missing.wav"}}'
@@ -124,16 +96,6 @@ def test_recordings_in_a_mapping_need_no_corpus(capsys: pytest.CaptureFixture[st
 
 
 # ------------------------------------------------------------------------------------------------ checkpoints, trust
-
-
-def test_a_folder_named_like_a_callback_does_not_allow_to_drop_it(capsys: pytest.CaptureFixture[str]):
-    content = torch.load(checkpoint("language"), weights_only=True)
-    own = [{"class_path": "lightning.pytorch.callbacks.ModelCheckpoint"}]
-    content["lit_effattn"]["config"]["trainer"]["callbacks"] = own
-    torch.save(content, "it.ckpt")
-    write_texts()
-    for flags in ([], ["--data.cache", "ModelCheckpoint"]):
-        assert "give --trainer.callbacks+ " in fails(capsys, "fit", "--ckpt_path", "it.ckpt", *flags)
 
 
 def test_names_that_are_appended_are_trusted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

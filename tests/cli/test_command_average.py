@@ -67,8 +67,8 @@ def mean(folder: Path, *steps: int) -> str:
     for name in weights.keys() - drawn:
         total = sum(content["state_dict"][name].double() for content in contents)
         weights[name] = (total / len(contents)).float()
-    torch.save(contents[-1], "mean.ckpt")
-    return "mean.ckpt"
+    torch.save(contents[-1], folder / "mean.ckpt")
+    return str(folder / "mean.ckpt")
 
 
 def bits(capsys: pytest.CaptureFixture[str], *args: str, command: str = "test") -> str:

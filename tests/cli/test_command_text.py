@@ -375,7 +375,8 @@ def test_a_killed_run_goes_on_with_the_memory_it_had(processes: list[str]):
     checkpoint["memory_carry"] = [None]
     Path("forgetful").mkdir()
     torch.save(checkpoint, "forgetful/a.ckpt")
-    ends("fit", "--ckpt_path", "forgetful/a.ckpt", "--trainer.default_root_dir", "forgetful", *CARRY)
+    again = ["--config", "tiny.yaml", *LONG, *CARRY]
+    ends("fit", "--ckpt_path", "forgetful/a.ckpt", "--trainer.default_root_dir", "forgetful", *again)
     assert not same(weights(last("forgetful")), weights(last("whole")))
 
 

@@ -11,6 +11,9 @@ from typing import Any, ClassVar
 import numpy as np
 import pytest
 import torch
+from lit_effattn.checkpoints.allowlist import Trust
+from lit_effattn.checkpoints.spec_build import build
+from lit_effattn.checkpoints.spec_check import CheckpointJudge
 from torch import Tensor
 
 from lit_effattn import LanguageModel, PixelModel, SequenceClassifier, Transformer
@@ -23,9 +26,6 @@ from lit_effattn.attention import (
     TransformerXLAttention,
 )
 from lit_effattn.attention.positions import GridPositions, LearnedPositions
-from lit_effattn.checkpoints.allowlist import Trust
-from lit_effattn.checkpoints.spec_build import build
-from lit_effattn.checkpoints.spec_check import CheckpointJudge
 from lit_effattn.cli import main
 from lit_effattn.datamodules.text.tokenizers import ByteTokenizer
 from lit_effattn.interchange import export as exporting

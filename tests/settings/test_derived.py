@@ -5,12 +5,14 @@ from typing import Any
 import pytest
 from jsonargparse import Namespace
 
+from lit_effattn.attention import LinearAttention
 from lit_effattn.settings.arguments import Arguments, File
 from lit_effattn.settings.derived import leave_out, set_strides, set_windows
 
 
 def kind(name: str, **options: Any) -> Namespace:
-    return Namespace(class_path=f"lit_effattn.attention.{name}", init_args=Namespace(**options))
+    module = "attention" if name.endswith("Attention") else "callbacks"
+    return Namespace(class_path=f"lit_effattn.{module}.{name}", init_args=Namespace(**options))
 
 
 def config(attention: Any, *, callbacks: Any, segment_len: int | None = 8) -> Namespace:
@@ -166,3 +168,14 @@ def test_what_a_file_says_belongs_to_the_attention_of_the_files_before():
     made = run("LinearAttention")
     leave_out(made, given(files=[stating(MEMORY), stating(model={"eval_mem_len": 9}), stating(FEATURES)]))
     assert left(made)[0] is None
+
+
+class BlockSparseAttention(LinearAttention):
+    """One of the user's own, without a stride."""
+
+
+def test_a_kind_whose_name_ends_as_another_does_not_get_its_options():
+    own = Namespace(class_path=f"{__name__}.BlockSparseAttention", init_args=Namespace())
+    made = config(own, callbacks=None)
+    set_strides(made, given(), lambda: SimpleNamespace(image_shape=(8, 8, 1)), resumes=False)
+    assert "stride" not in own.init_args

@@ -11,8 +11,8 @@ import pytest
 import yaml
 
 from lit_effattn.analysis.sweep import RECORD
+from lit_effattn.checkpoints.trust import may_name_modules
 from lit_effattn.cli import main
-from lit_effattn.settings.own_classes import may_name_modules
 from tests.analysis.test_sweep import CONFIG, Children, InThisThread
 from tests.support.commands import REPOSITORY, fails
 
@@ -61,28 +61,48 @@ def _in_folder(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     _forget_modules_of_others(monkeypatch)
 
 
-def test_every_command_that_reads_a_checkpoint_takes_trust(capsys: pytest.CaptureFixture[str], tmp_path: Path):
+def test_every_command_takes_a_kind_of_ones_own_run(capsys: pytest.CaptureFixture[str], tmp_path: Path):
     (checkpoint,) = Path().rglob("best.ckpt")
     run = str(checkpoint.parent.parent)
     for args in (
         ["test", "--ckpt_path", "best"],
-        ["export", "--ckpt_path", "best", "--output", str(tmp_path / "x.pt2")],
+        ["predict", "--ckpt_path", "best"],
+        ["fit", "--ckpt_path", "last", "--trainer.fast_dev_run", "1"],
+        ["fit", "--config", "tiny.yaml", "--transfer_from", str(checkpoint), "--trainer.fast_dev_run", "1"],
+        ["export", "--ckpt_path", "best", "--output", str(tmp_path / "x.pt2"), "--format", "torch"],
+        ["compare", run],
+        ["report", run, "--samples", "1", "--output", str(tmp_path / "report.html")],
     ):
         sys.modules.pop("my_module", None)
-        assert f"--trust {KIND}" in fails(capsys, *args)
-        main([*args, "--trust", KIND, *(["--format", "torch"] if args[0] == "export" else [])])
-    for args in (["compare", run], ["report", run, "--samples", "0", "--output", str(tmp_path / "report.html")]):
-        sys.modules.pop("my_module", None)
-        capsys.readouterr()
-        main([*args, "--trust", KIND])
-        output = capsys.readouterr()
-        assert "my_module" not in output.err
+        main(args)
+        assert "my_module" not in capsys.readouterr().err
     assert "parameters" in (page := (tmp_path / "report.html").read_text())
     assert "can't be read" not in page
     sys.modules.pop("my_module", None)
     assert f"{checkpoint} can't be converted, as its model is of no family" in fails(
-        capsys, "convert", str(checkpoint), str(tmp_path / "out"), "--trust", KIND
+        capsys, "convert", str(checkpoint), str(tmp_path / "out")
     )
+
+
+def test_of_somebody_elses_run_the_model_alone_is_used_with_trust(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    (checkpoint,) = Path().rglob("best.ckpt")
+    config = checkpoint.parent.parent / "config.yaml"
+    for args in (
+        ["export", "--ckpt_path", "best", "--output", str(tmp_path / "x.pt2"), "--format", "torch"],
+        ["test", "--ckpt_path", "best", "--config", "data.yaml"],
+    ):
+        Path("data.yaml").write_text(yaml.safe_dump({"data": CONFIG["data"]}))
+        sys.modules.pop("my_module", None)
+        assert f"--trust {KIND}" in fails(capsys, *args)
+        assert "my_module" not in sys.modules
+        main([*args, "--trust", KIND])
+    for command in ("test", "fit"):
+        output = fails(capsys, command, "--ckpt_path", "best", "--trust", KIND)
+        assert f"this account did not write {config}" in output
+        main([command, "--ckpt_path", "best", "--config", str(config), "--trainer.fast_dev_run", "1"])
 
 
 @pytest.mark.parametrize("tool", ["compare", "report", "export", "convert", "data", "sweep"])
@@ -109,23 +129,6 @@ def test_a_sweep_trusts_the_kinds_that_it_is_given(
     assert "--trust" not in (tmp_path / RECORD).read_text()
     main([*args, "--output", str(tmp_path), "--trust", "my_module"])  # the same sweep: nothing is trained again
     assert len(list(tmp_path.rglob("best.ckpt"))) == 2
-
-
-def test_a_run_of_a_sweep_that_cant_be_read_is_refused_with_the_reason(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-):
-    monkeypatch.setattr("lit_effattn.analysis.sweep.ThreadPoolExecutor", InThisThread)
-    monkeypatch.setattr("lit_effattn.analysis.sweep.run_child", Children())
-    flags = ["--model.optimizer", "my_module.Mine"]  # a class that nobody has trusted
-    Path("my_module.py").write_text(f"{EXAMPLE[1]}\nclass Mine(torch.optim.SGD): pass\n")
-    sweep = ["sweep", "--config", "tiny.yaml", "--kinds", "linear", "--lr", "0.01", "--output", str(tmp_path), *flags]
-    with pytest.raises(SystemExit) as ended:
-        main(sweep)
-    assert ended.value.code == 1
-    output, errors = capsys.readouterr()
-    assert "LinearAttention_lr0.01_seed0: refused: last.ckpt: " in output
-    assert "--trust my_module.Mine" in output
-    assert "--kinds linear: no run has succeeded; LinearAttention_lr0.01_seed0: last.ckpt: " in errors
 
 
 @pytest.mark.parametrize("name", ERRORS)

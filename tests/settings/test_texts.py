@@ -1,27 +1,29 @@
 """Options that are text take every text as it is, on the command line and in files."""
 
-import inspect
 import typing
 from pathlib import Path
 from typing import Any
 
+import lightning.pytorch as pl
 import pytest
 import yaml
 from jsonargparse import set_dumper
 
-from lit_effattn.checkpoints.allowlist import listed, listed_names
-from lit_effattn.checkpoints.spec_check import parameters
+from lit_effattn import registry
+from lit_effattn.checkpoints.build import parameters
 from lit_effattn.cli import main
-from lit_effattn.cli.command import CLI, _dump_yaml, _Parser
-from lit_effattn.datamodules import SpeechData
-from lit_effattn.settings.arguments import Arguments
+from lit_effattn.cli.command import CLI, _Parser
+from lit_effattn.datamodules import SpeechCorpus, SpeechData
+from lit_effattn.hparams import subclasses
+from lit_effattn.settings.arguments import Arguments, dump_yaml
 from lit_effattn.settings.texts import is_text
 
 ODD = (
     *("null", "~", "None", "", " ", "true", "1e3", "0x1f", "1_000", "2024-01-01", "#include <stdio.h>", " # end"),
     *("x: y.wav", "{a: b}", "{a", "[1", "*a", "&a b", "!x y", "%d", "@x", "a\nb: c", "'q'", '"q"', "a.yaml", "=", "é"),
 )
-CLASSES = sorted({kind for name in listed_names() if inspect.isclass(kind := listed(name))}, key=str)
+BASES = (pl.LightningDataModule, pl.Callback, SpeechCorpus)
+CLASSES = sorted({*registry.classes(), *(kind for base in BASES for kind in subclasses(base))}, key=str)
 
 
 def texts(hints: dict[str, Any]) -> list[str]:
@@ -62,7 +64,7 @@ def test_texts_of_every_class_are_kept():
 
 
 def test_the_flag_of_a_nested_class_and_a_file_keep_a_text_and_only_a_file_has_null():
-    set_dumper("yaml", _dump_yaml)
+    set_dumper("yaml", dump_yaml)
     parser = _Parser()
     parser.add_subclass_arguments(SpeechData, "data")
     corpus = "lit_effattn.datamodules.EspeakCorpus"

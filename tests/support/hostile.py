@@ -1,17 +1,13 @@
-"""What the tests of hostile checkpoints share: a module that must not be imported, and all places of settings."""
+"""What the tests of hostile files share: a module that must not be imported, and names of classes in many forms."""
 
+import json
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
-import lightning.pytorch as pl
 import pytest
-import torch
 import yaml
-
-from lit_effattn.checkpoints.allowlist import _listed
-from lit_effattn.checkpoints.spec_check import Place, parameters
-from lit_effattn.tasks import Task
 
 EVIL = """
 from pathlib import Path
@@ -24,6 +20,47 @@ class MyAttention(LinearAttention):
 def function(*args, **kwargs):
     Path("called").touch()
 """
+
+NAMES: dict[str, tuple[Any, dict[str, Any]]] = {
+    "a command": ("os.system", {"command": "touch pwned"}),
+    "code": ("builtins.exec", {"source": "open('pwned', 'w')"}),
+    "a constructor that runs a command": ("subprocess.Popen", {"args": ["touch", "pwned"]}),
+    "a class of the current folder": ("evil.MyAttention", {}),
+    "a function of the current folder": ("evil.function", {}),
+    "a class by its bare name": ("MyAttention", {}),
+    "a method of a listed class": ("torch.optim.adamw.AdamW.step", {}),
+    "a class method of ours": ("lit_effattn.PixelModel.load_from_checkpoint", {"checkpoint_path": "evil.ckpt"}),
+    "an imported module of ours": ("lit_effattn.cli.command.os.system", {"command": "touch pwned"}),
+    "a download": ("torch.hub.load", {"repo_or_dir": "somebody/something", "model": "it"}),
+    "a pickle": ("torch.load", {"f": "evil.pt", "weights_only": False}),
+    "a callback that deletes": ("lightning.pytorch.callbacks.ModelCheckpoint", {"dirpath": "."}),
+    "jsonargparse's settings": ("jsonargparse.set_parsing_settings", {"import_path_allowlist": ["os"]}),
+    "dots": ("..os.system", {}),
+    "no string": (7, {}),
+}
+
+
+def forms(name: Any, args: dict[str, Any]) -> Iterator[Any]:
+    """Yield a spec of a class in forms that some parser reads as one."""
+    spec = {"class_path": name, "init_args": args}
+    text, block = json.dumps(spec), yaml.safe_dump(spec)
+    yield from (spec, [spec], [[spec]], {"x": spec}, name, [name], text, block, json.dumps(text), {"x": text})
+    yield {"class_path": name, "dict_kwargs": args}
+    yield {"class_path": spec}
+    yield {"x.class_path": name, "x.init_args": args}
+    yield {"init_args.class_path": name}
+    yield {"<<": spec}
+    yield {"__path__": "evil.yaml", **spec}
+    yield text.replace("class_path", "class\\u005fpath")
+    yield text.replace("class_path", "\uff43lass_path")
+    yield f"!!python/object/apply:{name} {json.dumps(list(args.values()))}"
+    yield f"!!python/name:{name} ''"
+    yield f"---\n{text}"
+    yield f"a: &a {text}\nb: *a"
+    yield "evil.yaml"
+
+
+PAYLOADS = [payload for named in NAMES.values() for payload in forms(*named)]
 
 
 @pytest.fixture
@@ -40,27 +77,3 @@ def beside_evil(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Non
 
 def nothing_happened() -> bool:
     return "evil" not in sys.modules and not any(Path(name).exists() for name in ("pwned", "imported", "called"))
-
-
-def places(place: Place) -> Iterator[tuple[type, str, Place]]:
-    """Yield all parameters of the listed classes that may stand at a place, or in a parameter of one of them."""
-    left, seen = [place], set()
-    while left:
-        base = left.pop().named
-        for kind in {k for k in _listed().values() if issubclass(k, base)} - seen:
-            seen.add(kind)
-            for name, (annotation, _) in parameters(kind).items():
-                if name.endswith("help"):
-                    continue
-                inside = Place.of(annotation)
-                yield kind, name, inside
-                nested = Place.of(annotation, *inside.items, *inside.values)
-                if nested.named and not issubclass(torch.Tensor, nested.named):
-                    left.append(nested)
-
-
-ROOTS = {
-    "model": Place(classes=(Task,)),
-    "data": Place(classes=(pl.LightningDataModule,)),
-    "callback": Place(classes=(pl.Callback,)),
-}

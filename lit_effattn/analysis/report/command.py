@@ -226,7 +226,7 @@ def _of_checkpoint(source: Source, run: RunRecord, n: int, length: int, trust: S
     if model is None:
         return section
     with _remark(remarks, "No test data"):
-        data = test_data(source.checkpoint, trust)
+        data = test_data(source.checkpoint)
         sequence = first_sequence(model, data, length, carried="MemoryCarry" in run.settings.values())
     if n:
         section |= _samples(model, data, n, remarks)

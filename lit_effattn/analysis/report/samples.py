@@ -16,17 +16,13 @@ import lightning.pytorch as pl
 import torch
 from torch import Tensor
 
-from lit_effattn.checkpoints.io import read_outline, saved_config
+from lit_effattn.checkpoints.own_runs import own_config
 from lit_effattn.checkpoints.runs import short
-from lit_effattn.checkpoints.spec_build import build
-from lit_effattn.checkpoints.spec_check import CheckpointJudge
 from lit_effattn.datamodules import IGNORE, LabelledBatch, PairBatch, SpeechBatch, TokenBatch
 from lit_effattn.datamodules.text.tokenizers import Tokenizer
 from lit_effattn.generation.sampling import AS_TRAINED
 from lit_effattn.sequence import State
-from lit_effattn.settings.arguments import Arguments
-from lit_effattn.settings.downloads import offline
-from lit_effattn.settings.saved import checked_settings
+from lit_effattn.settings.data import build_data
 from lit_effattn.tasks import Task
 
 N_TEXTS, N_TOKENS = 2, 300
@@ -60,23 +56,19 @@ class TokenBits(NamedTuple):
     bits: float
 
 
-def test_data(checkpoint: Path, trust: Sequence[str]) -> pl.LightningDataModule:
-    """Build the data that a checkpoint names, ready for test, with the checks of `lit-effattn test`.
+def test_data(checkpoint: Path) -> pl.LightningDataModule:
+    """Build the data of the run of a checkpoint, ready for test.
 
     Raises:
-        ValueError: If it names no data or a class that is not allowed, or the data are invalid.
+        ValueError: If the run is not the user's or has no data, or the data are invalid.
         OSError: If the data are missing.
     """
-    config = saved_config(read_outline(checkpoint), short(checkpoint))
-    if not config.get("data"):
-        raise ValueError(f"{short(checkpoint)} does not name its data")
-    user = Arguments(["test", *(arg for name in trust for arg in ("--trust", name))])
-    checked = checked_settings({"data": config["data"]}, checkpoint, user)
-    judge = CheckpointJudge(short(checkpoint), user.trust)
-    data: pl.LightningDataModule = build(checked.settings["data"], pl.LightningDataModule, "data", judge)
-    with offline(checked.offline):
-        data.prepare_data()
-        data.setup("test")
+    config = own_config(checkpoint)
+    if config is None or not config.get("data"):
+        raise ValueError(f"{short(checkpoint)} is not of a run of yours, which would name its data")
+    data = build_data(config["data"])
+    data.prepare_data()
+    data.setup("test")
     return data
 
 

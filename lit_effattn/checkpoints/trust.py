@@ -1,0 +1,147 @@
+"""The modules, classes and functions that the user trusts (`--trust`, `trust=`), and finding what a name means."""
+
+from __future__ import annotations
+
+import importlib
+import re
+import sys
+from collections.abc import Sequence
+from difflib import get_close_matches
+from importlib.machinery import ModuleSpec, PathFinder
+from pathlib import Path
+from types import ModuleType
+from typing import Any, ClassVar, NamedTuple
+
+from lit_effattn.checkpoints.import_errors import import_error, is_installed
+
+
+class NotAllowedError(ValueError):
+    """A checkpoint names a class or function that is not allowed there."""
+
+
+def _file(module: str) -> Path | None:
+    file = getattr(sys.modules.get(module), "__file__", None)
+    return None if file is None else Path(file).resolve()
+
+
+class _Trusted(NamedTuple):
+    name: str
+    value: Any
+    files: Path | None  # a module's file, or a package's folder
+
+
+class Trust:
+    """The modules, classes and functions that the user trusts, in addition to the registered classes.
+
+    Args:
+        names: Modules of the user's own, all of whose classes and functions are trusted; full names of classes or
+            functions of any module; or classes themselves. The modules are imported.
+
+    Raises:
+        ValueError: If a name does not exist or can't be imported, or is a module that is installed or part of Python.
+    """
+
+    def __init__(self, names: Sequence[str | type] = ()) -> None:
+        if isinstance(names, str):
+            raise ValueError(f"trust={names!r} is one string; give a tuple of names: trust=({names!r},)")
+        self._trusted = [
+            _trusted(name) if isinstance(name, str) else _Trusted(f"{name.__module__}.{name.__qualname__}", name, None)
+            for name in names
+        ]
+
+    @property
+    def names(self) -> list[str]:
+        """The names of the trusted modules, classes and functions."""
+        return [trusted.name for trusted in self._trusted]
+
+    def get(self, name: str) -> Any | None:
+        """Return the trusted class or function of a name, None if it is not trusted. Imports only trusted modules."""
+        for trusted in self._trusted:
+            if name == trusted.name and trusted.files is None:
+                return trusted.value
+            if trusted.files is not None and name.startswith(f"{trusted.name}."):
+                try:
+                    value = find(name)
+                except ImportError:
+                    return None
+                return value if self.has(value) else None
+        return None
+
+    def has(self, value: Any) -> bool:
+        """Return whether a class or function is trusted: by its own name, or by the file that defines it."""
+        file = _file(getattr(value, "__module__", None) or "")
+        return any(
+            value is trusted.value
+            if trusted.files is None
+            else file is not None and (file == trusted.files or trusted.files in file.parents)
+            for trusted in self._trusted
+        )
+
+
+def _trusted(name: str) -> _Trusted:
+    if not all(part.isidentifier() for part in name.split(".")):
+        raise ValueError(f"--trust {name}: name a module, or a class or function in full, as my_module.MyAttention")
+    try:
+        value = find(name)
+    except Exception as error:  # the user's module may raise any exception
+        raise ValueError(f"--trust {name}: {import_error(error)}") from error
+    if not isinstance(value, ModuleType):
+        return _Trusted(name, value, None)
+    file = _file(name)
+    if file is None or is_installed(file):
+        raise ValueError(f"--trust {name} is a module that is not your own: name the class or function in it in full")
+    return _Trusted(name, value, file.parent if file.name == "__init__.py" else file)
+
+
+def find(name: str) -> Any:
+    """Import `name`: a module, or an attribute of a module.
+
+    Raises:
+        ImportError: If there is no such module or attribute.
+    """
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if error.name is None or not (name == error.name or name.startswith(f"{error.name}.")):
+            raise  # a module that `name` imports
+    module, _, attribute = name.rpartition(".")
+    if not module:
+        raise ModuleNotFoundError(f"there is no module {name!r}", name=name)
+    owner = find(module)
+    if not hasattr(owner, attribute):
+        near = get_close_matches(attribute, dir(owner), n=1)
+        meant = f"; did you mean {module}.{near[0]}?" if near else ""
+        raise ImportError(f"{module} has no {attribute!r}{meant}", name=name)
+    return getattr(owner, attribute)
+
+
+def imported(name: str) -> type | None:
+    """Return the class of a full name, None if there is none or its module has not been imported. Imports nothing."""
+    module, _, attribute = name.rpartition(".")
+    kind = vars(sys.modules[module]).get(attribute) if module in sys.modules else None
+    return kind if isinstance(kind, type) else None
+
+
+class _CurrentFolder:
+    """The last finder of modules: it adds the current folder to the import path for a module that the user names.
+
+    Otherwise a file of that folder would run in place of any module that a library tries to import and lacks.
+    """
+
+    words: ClassVar[set[str]] = set()
+
+    @classmethod
+    def find_spec(cls, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
+        """Find a module that no other finder has found."""
+        if name not in cls.words or (folder := str(Path.cwd())) in sys.path:
+            return None
+        if (spec := PathFinder.find_spec(name, [folder])) is not None:
+            sys.path.append(folder)
+        return spec
+
+
+def may_name_modules(text: str) -> None:
+    """Let the words of the user's own arguments or files name modules in the current folder: my_module.MyAttention."""
+    _CurrentFolder.words.update(re.findall(r"[^\W\d]\w*", text))
+    if _CurrentFolder not in sys.meta_path:
+        sys.meta_path.append(_CurrentFolder)

@@ -149,7 +149,8 @@ def _of_command(config: dict[str, Any], checkpoint: Path, arguments: Arguments, 
     taken = {part: config[part] for part in _OF_A_RUN[fits] if config.get(part) is not None}
     if not uses_data:
         taken.pop("data", None)
-    trainer = section(taken, "trainer")
+    # Without options that are given, so that a class that they replace need not be there.
+    trainer = {k: v for k, v in section(taken, "trainer").items() if not arguments.given(f"trainer.{k}")}
     if fits:
         if arguments.given("transfer_from") and not config.get("transfer_from"):
             raise ValueError(

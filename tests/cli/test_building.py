@@ -130,7 +130,7 @@ def test_a_file_names_other_files_as_before_without_the_sections_of_fit(monkeypa
     Path("mine/run.yaml").write_text(
         f"model: {{class_path: PixelModel, init_args: {{backbone: {backbone}}}}}\ncheckpoint: {{keep: 3}}\n"
     )
-    made = built(monkeypatch, command=["test", "--ckpt_path", str(path), "--config", "mine/run.yaml"])
+    made = built(monkeypatch, command=["test", *TINY[1:], "--ckpt_path", str(path), "--config", "mine/run.yaml"])
     assert made.model.backbone.blocks[0].attention.window == 3
 
 

@@ -9,10 +9,12 @@ import yaml
 
 from lit_effattn import PixelModel
 from lit_effattn.cli import main
+from tests.cli.test_command import TINY
 from tests.cli.test_command_text import write_texts
 from tests.support.commands import fails, last
 from tests.support.small_runs import SETTINGS
 
+__all__ = ["TINY"]  # the settings in tiny.yaml
 MINE = '''
 from lit_effattn.attention import LinearAttention
 

@@ -48,6 +48,7 @@ def test_a_link_out_of_a_run_is_neither_read_nor_written_to(capsys: pytest.Captu
 
 @pytest.mark.usefixtures("received")
 def test_a_lock_that_is_a_fifo_is_not_waited_for(capsys: pytest.CaptureFixture[str]):
+    (RUN / "fit.lock").unlink(missing_ok=True)
     os.mkfifo(RUN / "fit.lock")
     assert f"{RUN}/fit.lock is not a file" in fails(capsys, "fit", "--ckpt_path", str(LAST))
 

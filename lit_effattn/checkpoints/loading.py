@@ -105,8 +105,7 @@ class OtherModelError(ValueError):
 
     def __init__(self, difference: str) -> None:
         super().__init__(
-            f"{difference}. A checkpoint brings its own configuration: leave out the options that change the "
-            "model's shape"
+            f"{difference}. A run brings its own configuration: leave out the options that change the model's shape"
         )
         self.difference = difference
 

@@ -163,4 +163,4 @@ def test_a_value_that_lightning_would_take(
     ids=lambda value: " ".join(value[:2]) if isinstance(value, list) else "",
 )
 def test_of_other_commands(args: list[str], code: int, words: str, folder: Path, capsys: pytest.CaptureFixture[str]):
-    assert words in _said(folder, [*args, "--ckpt_path", "pixels.ckpt"], code, capsys)
+    assert words in _said(folder, [*args, "--config", "tiny.yaml", "--ckpt_path", "pixels.ckpt"], code, capsys)

@@ -70,7 +70,7 @@ DEBUG = "LIT_EFFATTN_DEBUG"
 CONVERT = "convert"
 TOOLS = {
     "compare": "lit_effattn.analysis.compare",
-    "report": "lit_effattn.analysis.report.command",
+    "report": "lit_effattn.analysis.report",
     "sweep": "lit_effattn.analysis.sweep",
     "export": "lit_effattn.cli.export",
 }

@@ -1,57 +1,81 @@
-"""Plots of runs by matplotlib (the extra `plots`)."""
+"""Curves of runs, drawn by matplotlib (the extra `plots`) as SVG for an HTML page."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import io
+import math
+from collections.abc import Sequence
 from importlib.util import find_spec
-from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-Line = tuple[Sequence[float], Sequence[float]]
-"""The x and y values of a curve."""
+COLOURS = 6
+"""Number of the page's colours of curves, the CSS variables `--s0` to `--s5`."""
 
-
-class Panel(NamedTuple):
-    """One plot of a figure: the labels of its axes, and its curves by name."""
-
-    x_label: str
-    y_label: str
-    lines: Mapping[str, Line]
+_TEXT, _LINE = "#0000f0", "#0000f1"
+"""Colours that the page's variables replace in the file."""
 
 
-def is_available() -> bool:
-    """Return whether matplotlib is installed."""
-    return find_spec("matplotlib") is not None
+class Curve(NamedTuple):
+    """A curve of a chart.
+
+    Attributes:
+        name: Its name, for the caption.
+        x: The x values of its points.
+        y: The y values. Those that are not finite leave gaps.
+        colour: The number of its colour.
+        dashed: Whether it is dashed.
+    """
+
+    name: str
+    x: Sequence[float]
+    y: Sequence[float]
+    colour: int
+    dashed: bool = False
 
 
-def check_available() -> None:
+def check_available(what: str) -> None:
     """Check that matplotlib is installed.
+
+    Args:
+        what: What needs it.
 
     Raises:
         ValueError: If it is not.
     """
-    if not is_available():
-        raise ValueError("plots need matplotlib: pip install 'lit-effattn[plots]', or leave out the plots")
+    if find_spec("matplotlib") is None:
+        raise ValueError(f"{what} needs matplotlib: pip install 'lit-effattn[plots]'")
 
 
-def curves(panels: Sequence[Sequence[Panel]], path: Path) -> Path:
-    """Write a PNG of rows of panels. A curve has the same colour in all of them."""
+def chart(curves: Sequence[Curve]) -> str | None:
+    """Return curves as an `svg` element in the colours of the page's CSS variables; None without a point.
+
+    It contains no text but numbers, no scripts and no references to other files.
+    """
+    from matplotlib import rc_context
     from matplotlib.figure import Figure
+    from matplotlib.ticker import MaxNLocator
 
-    figure = Figure((6 * max(map(len, panels)), 3 * len(panels)), layout="constrained")
-    axes = figure.subplots(len(panels), max(map(len, panels)), squeeze=False)
-    names = list(dict.fromkeys(name for row in panels for panel in row for name in panel.lines))
-    handles = {}
-    for row, of_row in zip(panels, axes, strict=True):
-        for panel, axis in zip(row, of_row, strict=False):
-            axis.set(xlabel=panel.x_label, ylabel=panel.y_label)
-            axis.grid(alpha=0.3)
-            for name, (x, y) in panel.lines.items():
-                marker = "o" if len(x) == 1 else None
-                (handles[name],) = axis.plot(x, y, color=f"C{names.index(name)}", marker=marker)
-        for axis in of_row[len(row) :]:
-            axis.set_visible(False)
-    figure.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=3)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=120)
-    return path
+    if not any(map(math.isfinite, [value for curve in curves for value in curve.y])):
+        return None
+    colours = [f"#0100{i:02x}" for i in range(COLOURS)]
+    style: dict[Any, Any] = dict.fromkeys(("xtick.labelcolor", "ytick.labelcolor"), _TEXT)
+    style |= {"grid.color": _LINE, "svg.fonttype": "none", "axes.formatter.limits": (-4, 6)}
+    file = io.StringIO()
+    with rc_context(style):
+        figure = Figure((4.8, 2.7), layout="constrained")
+        figure.patch.set_visible(False)
+        axes = figure.subplots()
+        axes.patch.set_visible(False)
+        axes.spines[:].set_visible(False)
+        axes.tick_params(length=0)
+        axes.grid(axis="y", clip_on=False)
+        axes.xaxis.set_major_locator(MaxNLocator(6, integer=True))
+        for curve in curves:
+            form = ("o" if len(curve.x) < 12 else "") + ("--" if curve.dashed else "-")
+            axes.plot(curve.x, curve.y, form, color=colours[curve.colour % COLOURS], markersize=4, clip_on=False)
+        figure.savefig(file, format="svg", metadata=dict.fromkeys(("Creator", "Date", "Format", "Type")))
+    text = file.getvalue()
+    text = text[text.index("<svg") :]
+    for i, colour in enumerate(colours):
+        text = text.replace(colour, f"var(--s{i})")
+    return text.replace(_TEXT, "currentColor").replace(_LINE, "var(--line)")

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from lit_effattn.analysis.report.page import Figure, macro
+from lit_effattn.analysis import page
 from lit_effattn.analysis.tables import Table, markdown, shown
 from lit_effattn.checkpoints.printable import PrintableRecords, printable
 from lit_effattn.cli import fail, main
@@ -38,7 +38,8 @@ def test_what_is_printed(capsys: pytest.CaptureFixture[str]):
     assert f"error: {SAFE}\n" in capsys.readouterr().err
     assert shown(f"{HOSTILE}\n") == f"{SAFE}\\n"
     assert SAFE in markdown(Table("t", ["x"], [[HOSTILE]]))
-    assert SAFE in macro("figure", Figure(text=HOSTILE))
+    assert SAFE in page.note(HOSTILE)
+    assert SAFE in page.table(Table("t", ["x"], [[f"{HOSTILE} "]]))
 
 
 def test_log_records():

@@ -6,7 +6,6 @@ import math
 import re
 import shutil
 import subprocess
-import wave
 from collections.abc import Iterator
 from functools import partial
 from html.parser import HTMLParser
@@ -20,10 +19,9 @@ from PIL import Image
 from torch import nn
 
 from lit_effattn import LSTM, Transformer
-from lit_effattn.analysis.report.attention import attention_pictures, png
-from lit_effattn.analysis.report.command import _figures, find_run
-from lit_effattn.analysis.report.page import _ticks, chart, macro
-from lit_effattn.analysis.report.samples import filled_rows, first_sequence, recordings, rows, token_bits
+from lit_effattn.analysis.attention_pictures import attention_pictures, png
+from lit_effattn.analysis.report import find_run, output_figures
+from lit_effattn.analysis.report_samples import filled_rows, first_sequence, rows, token_bits
 from lit_effattn.attention import (
     CompressiveAttention,
     InfiniteAttention,
@@ -38,6 +36,7 @@ from lit_effattn.attention import (
 )
 from lit_effattn.cli import main
 from lit_effattn.datamodules import IGNORE, LabelledBatch, PairBatch, SpeechBatch, TokenBatch
+from lit_effattn.drawing import plots
 from lit_effattn.nn.encoder_decoder import EncoderDecoder
 from lit_effattn.settings.defaults import split
 from lit_effattn.tasks import LanguageModel
@@ -45,7 +44,7 @@ from tests.analysis.test_sweep import CONFIG as SWEEP
 from tests.support.commands import fails, spec
 
 CONFIG = {**SWEEP, "trainer": {**SWEEP["trainer"], "default_root_dir": "runs/tiny"}}
-EMPTY = {"meta", "img", "wbr"}
+EMPTY = {"meta", "img", "wbr"}  # elements without an end
 
 
 class Page(HTMLParser):
@@ -97,6 +96,7 @@ def test_a_page_loads_nothing_and_says_what_the_run_is(tiny: Path):
     assert all(source.startswith("data:image/png;base64,") for source in sources)
     assert ("meta", {"name": "viewport", "content": "width=device-width, initial-scale=1"}) in page.tags
     assert "url(" not in path.read_text()
+    assert all(attributes["xlink:href"].startswith("#") for tag, attributes in page.tags if tag == "use")
     order = ["val/perplexity", "by step", "Samples", "Attention", "Cost", "Configuration", "settings as by default"]
     places = [page.text.index(part) for part in order]
     assert places == sorted(places)
@@ -107,7 +107,6 @@ def test_a_page_loads_nothing_and_says_what_the_run_is(tiny: Path):
     assert "parameters" in page.text
     assert "bits_per_target" in page.text
     assert "LinearAttention, backbone.blocks.0.attention" in page.text
-    assert "Side by side" not in page.text  # there is one run
 
 
 def test_no_report_is_replaced_and_none_is_left_half_written(tiny: Path, capsys, monkeypatch):
@@ -126,7 +125,7 @@ def test_no_report_is_replaced_and_none_is_left_half_written(tiny: Path, capsys,
 
 
 def test_what_comes_from_files_is_text(tiny: Path):
-    """Names and values of a run that somebody else made, of two runs side by side."""
+    """Names and values of a run that somebody else made: alone, and compared with another."""
     hostile = Path("<script>alert(1)<&'\"/2026-01-01_00-00-00")
     (run,) = (path.parent for path in Path("runs/tiny").glob("*/config.yaml"))
     shutil.copytree(run, hostile, ignore=shutil.ignore_patterns("*.html", "checkpoints"))
@@ -135,25 +134,39 @@ def test_what_comes_from_files_is_text(tiny: Path):
     (hostile / "config.yaml").write_text(yaml.safe_dump(config))
     (metrics,) = hostile.glob("csv/*/metrics.csv")
     metrics.write_text(metrics.read_text().replace("train/loss", "train/<svg onload=alert(1)>"))
-    main(["report", str(hostile), str(run), "--samples", "0", "--output", "both.html"])
-    page = Page(Path("both.html").read_text())
-    assert "script" not in {tag for tag, _ in page.tags}
-    assert not any(name.startswith("on") for _, attributes in page.tags for name in attributes)
-    for text in ("<script>alert(1)<&'\"", "</td><script>", "</table><img src=http://x onerror=alert(1)>"):
-        assert text in page.text
-    assert "<svg onload=alert(1)> by step" in page.text
-    assert "The run has no checkpoint." in page.text
-    assert "Side by side" in page.text
+    main(["report", str(hostile), "--output", "one.html"])
+    main(["compare", str(hostile), str(run), "--html", "both.html"])
+    for name, own in (
+        ("one.html", ["The run has no checkpoint."]),
+        ("both.html", ["Settings that differ", "by seconds"]),
+    ):
+        page = Page(Path(name).read_text())
+        assert "script" not in {tag for tag, _ in page.tags}
+        assert not any(name.startswith("on") for _, attributes in page.tags for name in attributes)
+        for text in ("<script>alert(1)<&'\"", "</td><script>", "</table><img src=http://x onerror=alert(1)>", *own):
+            assert text in page.text
+        assert "<svg onload=alert(1)> by step" in page.text
+
+
+def test_a_page_of_compare_replaces_none(tiny: Path, capsys):
+    (run,) = (path.parent for path in Path("runs/tiny").glob("*/config.yaml"))
+    Path("mine.html").write_text("mine")
+    assert "--html mine.html exists" in fails(capsys, "compare", str(run), "--html", "mine.html")
+    assert Path("mine.html").read_text() == "mine"
+
+
+def test_without_matplotlib_the_extra_is_named(tiny: Path, capsys, monkeypatch):
+    monkeypatch.setattr(plots, "find_spec", lambda _: None)
+    for args in (["report", "tiny"], ["compare", "runs/tiny", "--html", "page.html"]):
+        assert "needs matplotlib: pip install 'lit-effattn[plots]'" in fails(capsys, *args)
 
 
 def test_runs_are_found(tiny: Path, capsys):
     (run,) = (path.parent for path in Path("runs/tiny").glob("*/config.yaml"))
     best = (run / "checkpoints/best.ckpt").resolve()
     for name in ("best", "tiny", str(run), str(best)):
-        found = find_run(name)
-        assert found.folder.resolve() == run.resolve()
-        assert found.checkpoint.resolve() == best
-    assert find_run("last").checkpoint.name == "last.ckpt"
+        assert tuple(path.resolve() for path in find_run(name)) == (run.resolve(), best)
+    assert find_run("last")[1].name == "last.ckpt"
     shutil.copy(best, "alone.ckpt")
     assert find_run("alone.ckpt") == (Path("alone.ckpt").resolve(), Path("alone.ckpt").resolve())
     assert "report missing: there is no such folder" in fails(capsys, "report", "missing")
@@ -307,26 +320,11 @@ def test_predictions_are_shown_together_and_as_text(tmp_path: Path):
     (tmp_path / "found.jsonl").write_text("".join(f"{json.dumps(e)}\n" for e in (entry, other)))
     (tmp_path / "scores.csv").write_text("index,bits\n0,1.23456\n")
     (tmp_path / "samples.txt").write_text("a\n</pre>b")
-    figures = [Page(macro("figure", figure)) for figure in _figures(tmp_path, {"a<b>": b"RIFF"})]
-    assert [[tag for tag, _ in figure.tags if tag in ("audio", "img", "script")] for figure in figures] == [
-        ["audio", "img"], [], [], [],
-    ]  # fmt: skip
+    figures = list(map(Page, output_figures(tmp_path)))
+    shown = [[tag for tag, _ in figure.tags if tag in ("img", "script")] for figure in figures]
+    assert shown == [["img"], [], [], []]
     for figure, text in zip(figures, ["ɑ t", "<script>x", "1.235", "a\n</pre>b"], strict=True):
         assert text in figure.text
-
-
-def test_recordings_are_those_of_the_batch(tmp_path: Path):
-    soundfile = pytest.importorskip("soundfile")
-    soundfile.write(tmp_path / "a.flac", torch.linspace(-1, 1, 16_000).numpy(), 16_000)
-    utterance = SimpleNamespace(id="a", audio=tmp_path / "a.flac", start=0.5, duration=0.25)
-    data = SimpleNamespace(corpus=SimpleNamespace(utterances=lambda split: [utterance]))
-    none = torch.zeros(2, 0)
-    found = recordings(data, SpeechBatch(none, none, none, none, ["unknown", "a"]))
-    with wave.open(io.BytesIO(found.pop("a"))) as file:
-        assert (file.getframerate(), file.getnchannels(), file.getnframes()) == (16_000, 1, 4_000)
-        samples = torch.frombuffer(bytearray(file.readframes(4_000)), dtype=torch.int16) / 32767
-    torch.testing.assert_close(samples, torch.linspace(0, 0.5, 4_000), atol=2e-4, rtol=0)
-    assert not found
 
 
 # ------------------------------------------------------------------------------------------------ settings and curves
@@ -348,22 +346,17 @@ def test_settings_are_sorted_by_their_defaults():
 
 
 def test_curves_are_drawn_to_scale():
-    made = chart("loss", "step", {"train": ([0, 10], [4.0, 2.0]), "val": ([5, 6], [3.0, float("nan")])})
-    (x1, y1), (x2, y2), (x, y) = (map(float, point) for line in made.lines for point in line.points)
+    train, val = plots.Curve("train", [0, 10], [4.0, 2.0], 0), plots.Curve("val", [5, 6], [3.0, float("nan")], 1)
+    made = plots.chart([train, val])
+    assert "var(--s0)" in made
+    assert "var(--s1)" in made
+    assert not set(re.findall("#[0-9a-f]{6}", made)) - {"#000000"}
+    uses = [attributes for tag, attributes in Page(made).tags if tag == "use"]
+    (x1, y1), (x2, y2), (x, y) = ((float(use["x"]), float(use["y"])) for use in uses)
     assert x == pytest.approx((x1 + x2) / 2, abs=0.1)
     assert y == pytest.approx((y1 + y2) / 2, abs=0.1)
     assert y1 < y2  # upwards
-    page = macro("curves", [made])
-    paths = [attributes for tag, attributes in Page(page).tags if tag == "path" and attributes.get("fill") == "none"]
-    assert [path["d"] for path in paths] == [f"M{x1} {y1}L{x2} {y2}", f"M{x} {y}"]
-    assert chart("nothing", "step", {"a": ([1], [float("inf")])}) is None
-
-
-def test_ticks_enclose_the_values():
-    for low, high in ((0, 1), (2.95, 3.2), (-7e-5, 3e-5), (5, 5), (0, 0), (1e6, 1e9)):
-        ticks = _ticks(low, high)
-        assert 3 <= len(ticks) <= 8
-        assert ticks[0] <= low <= high <= ticks[-1]
+    assert plots.chart([plots.Curve("nothing", [1], [float("inf")], 0)]) is None
 
 
 # ------------------------------------------------------------------------------------------------------------ browser

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import colorsys
 import contextlib
 import io
-import math
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -23,8 +21,6 @@ LAYERS, HEADS = 4, 4
 TIMES = 256
 """Points of [0, 1] at which a density over a continuous memory is drawn."""
 
-_ANCHORS = ((13, 10, 38), (83, 18, 124), (182, 54, 121), (251, 136, 97), (252, 253, 191))
-_MISSING = (128, 128, 128)
 _TERMS = {
     "content": "(a) content",
     "position": "(b) position",
@@ -97,33 +93,23 @@ def _drawn(name: str, module: Any, args: tuple[Any, ...], encoded: Sequence[Tens
             pictures = list(_weights(module.attention_weights(args[0][:1], encoded[0][:1])[0]))
             return Drawn(name, kind, "Rows: positions of the target. Columns: positions of the source.", pictures)
         columns = module.attention_weights(*args).size(-1) - args[0].size(1)
-        pictures = [picture for view in _VIEWS for picture in view(module, args)]
+        pictures = sorted(_pictures(module, args), key=lambda picture: picture.caption.partition(":")[0])  # by head
     except NotImplementedError as error:
         return Drawn(name, kind, str(error), [])
     note = "Rows: positions, the first on top. Columns: the positions that they attend to."
     if columns:
         note += f" The first {columns} columns are what the attention remembers of earlier positions."
-    pictures.sort(key=lambda picture: picture.caption.partition(":")[0])  # by head
     return Drawn(name, kind, note, pictures)
 
 
-# ------------------------------------------------------------------------------------------------------------- views
-# Each takes an attention and the arguments of its `forward`, for one row, and yields its pictures.
-
-
-def _view_pattern(module: Any, args: tuple[Any, ...]) -> Iterator[Picture]:
+def _pictures(module: Any, args: tuple[Any, ...]) -> Iterator[Picture]:
+    """Yield the pictures of an attention that is called with `args`, of one row, in the order of each head."""
     if hasattr(module, "attention_pattern"):
         patterns = module.attention_pattern(*args)[0]
         same = bool((patterns == patterns[:1]).all())
         for head, pattern in [("every head", patterns[0])] if same else _heads(patterns):
             yield Picture(f"{head}: the given pattern", png(pattern.float()))
-
-
-def _view_weights(module: Any, args: tuple[Any, ...]) -> Iterator[Picture]:
     yield from _weights(module.attention_weights(*args)[0])
-
-
-def _view_terms(module: Any, args: tuple[Any, ...]) -> Iterator[Picture]:
     if hasattr(module, "attention_terms"):
         terms = module.attention_terms(*args)
         values = torch.stack([term[0, 0] for term in terms])  # (4, N, M)
@@ -132,16 +118,10 @@ def _view_terms(module: Any, args: tuple[Any, ...]) -> Iterator[Picture]:
             scaled = (term - low) / max(high - low, 1e-30)
             picture = png(scaled.masked_fill(term == -torch.inf, torch.nan))
             yield Picture(f"head 1: term {_TERMS.get(name, name)}, from {low:.2g} to {high:.2g}", picture)
-
-
-def _view_buckets(module: Any, args: tuple[Any, ...]) -> Iterator[Picture]:
     if hasattr(module, "attention_buckets"):
         for head, buckets in _heads(module.attention_buckets(*args)[0]):
             caption = f"{head}: buckets, a colour each. Rows: rounds of hashing. Columns: positions"
-            yield Picture(caption, _coloured(buckets.repeat_interleave(max(1, 32 // len(buckets)), 0)))
-
-
-def _view_densities(module: Any, args: tuple[Any, ...]) -> Iterator[Picture]:
+            yield Picture(caption, _indexed(buckets.repeat_interleave(max(1, 32 // len(buckets)), 0) % 20, "tab20", 20))
     if hasattr(module, "attention_densities") and module.n_basis:
         times = torch.linspace(0, 1, TIMES, device=args[0].device)
         for head, density in _heads(module.attention_densities(*args, times=times)[0]):
@@ -149,9 +129,6 @@ def _view_densities(module: Any, args: tuple[Any, ...]) -> Iterator[Picture]:
             scaled = (density / largest.clamp(min=1e-30)).masked_fill(largest == 0, torch.nan)
             caption = f"{head}: density over the long-term memory. Columns: from its oldest part to its newest"
             yield Picture(caption, png(scaled))
-
-
-_VIEWS = (_view_pattern, _view_weights, _view_terms, _view_buckets, _view_densities)
 
 
 def _heads(values: Tensor) -> Iterator[tuple[str, Tensor]]:
@@ -170,34 +147,20 @@ def _weights(weights: Tensor) -> Iterator[Picture]:
         yield Picture(f"{head}: weights", png((of_head / largest.clamp(min=1e-30)).clamp(0, 1).sqrt()))
 
 
-# --------------------------------------------------------------------------------------------------------------- PNG
-
-
 def png(values: Tensor) -> bytes:
     """Return a PNG of values (N, M) from 0, dark, to 1, bright, a pixel each; NaN is grey."""
-    index = (1 + 254 * values.nan_to_num().clamp(0, 1)).round() * ~values.isnan()
-    steps = np.linspace(0, len(_ANCHORS) - 1, 255)
-    channels = [np.interp(steps, range(len(_ANCHORS)), channel) for channel in zip(*_ANCHORS, strict=True)]
-    return _indexed(index, [_MISSING, *np.stack(channels, 1).round()])
+    return _indexed((254 * values.nan_to_num().clamp(0, 1)).round().masked_fill(values.isnan(), 255), "magma", 255)
 
 
-def _coloured(classes: Tensor) -> bytes:
-    """Return a PNG of integers (N, M), each in its own colour; from 256 on colours repeat."""
-    golden = (math.sqrt(5) - 1) / 2  # multiples of this hue are far from each other
-    colours = [colorsys.hsv_to_rgb(i * golden % 1, 0.55 + 0.2 * (i % 3), 0.95 - 0.2 * (i % 2)) for i in range(256)]
-    return _indexed(classes % 256, (255 * np.array(colours)).round())
-
-
-def _indexed(index: Tensor, palette: Any) -> bytes:
+def _indexed(index: Tensor, colormap: str, n: int) -> bytes:
+    """Return a PNG of numbers (N, M) of colours: those below `n` of a colormap of matplotlib, 255 is grey."""
+    from matplotlib import colormaps
     from PIL import Image
 
+    palette = np.full((256, 3), 128)
+    palette[:n] = 255 * colormaps[colormap](np.linspace(0, 1, n))[:, :3]
     image = Image.fromarray(index.to(torch.uint8).cpu().numpy())
-    image.putpalette(np.array(palette, np.uint8).tobytes())
+    image.putpalette(palette.astype(np.uint8).tobytes())
     file = io.BytesIO()
     image.save(file, "PNG", optimize=True)
     return file.getvalue()
-
-
-def gradient() -> str:
-    """Return the colours of `png` as a CSS gradient."""
-    return f"linear-gradient(to right, {', '.join(f'rgb{anchor}' for anchor in _ANCHORS)})"

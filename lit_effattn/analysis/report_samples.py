@@ -31,9 +31,6 @@ N_TEXTS, N_TOKENS = 2, 300
 N_SCORED = 600
 """Largest number of tokens that are shown with their bits."""
 
-N_RECORDINGS = 3
-"""Largest number of recordings that are embedded; each second takes 43 kB."""
-
 
 class OneSequence(NamedTuple):
     """One sequence of the test data.
@@ -47,13 +44,6 @@ class OneSequence(NamedTuple):
     whole: Any
     batch: Any
     memory: State | None
-
-
-class TokenBits(NamedTuple):
-    """A target token, and −log2 of its probability."""
-
-    token: str
-    bits: float
 
 
 def test_data(checkpoint: Path) -> pl.LightningDataModule:
@@ -154,7 +144,7 @@ def _cut(batch: Any, length: int) -> Any:
 
 
 @torch.no_grad()
-def token_bits(model: Any, sequence: OneSequence) -> list[TokenBits]:
+def token_bits(model: Any, sequence: OneSequence) -> list[tuple[str, float]]:
     """Return the scored tokens of a sequence, each with its bits; empty unless the sequence has tokens."""
     batch = sequence.whole
     if not isinstance(batch, TokenBatch) or not hasattr(model, "sample"):
@@ -165,28 +155,9 @@ def token_bits(model: Any, sequence: OneSequence) -> list[TokenBits]:
     scored = batch.targets[0] != IGNORE
     pairs = zip(batch.targets[0, scored].tolist(), bits[scored].tolist(), strict=True)
     return [
-        TokenBits(str(token) if tokenizer is None else tokenizer.decode([token]), value)
+        (str(token) if tokenizer is None else tokenizer.decode([token]), value)
         for token, value in islice(pairs, N_SCORED)
     ]
-
-
-def recordings(data: Any, batch: Any) -> dict[str, bytes]:
-    """Return the first recordings of a batch of speech by their ids, as 16-bit WAV files."""
-    corpus = getattr(data, "corpus", None)
-    if not isinstance(batch, SpeechBatch) or corpus is None:
-        return {}
-    import soundfile
-
-    from lit_effattn.datamodules.speech.audio import read_audio
-
-    utterances = {utterance.id: utterance for utterance in corpus.utterances("test")}
-    files = {}
-    for name in [name for name in batch.ids if name in utterances][:N_RECORDINGS]:
-        utterance, file, rate = utterances[name], io.BytesIO(), 16_000
-        samples = read_audio(utterance.audio, start=utterance.start, duration=utterance.duration, sample_rate=rate)
-        soundfile.write(file, samples.numpy(), rate, format="WAV", subtype="PCM_16")
-        files[name] = file.getvalue()
-    return files
 
 
 @torch.no_grad()

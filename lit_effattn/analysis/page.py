@@ -1,0 +1,161 @@
+"""HTML pages that load nothing when they are opened: without scripts, external files or unescaped text."""
+
+from __future__ import annotations
+
+import base64
+import html
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from lit_effattn.analysis.records import RunRecord
+from lit_effattn.analysis.tables import Table, shown
+from lit_effattn.checkpoints.printable import printable
+from lit_effattn.drawing.plots import Curve, chart
+
+_STYLE = """
+:root { color-scheme: light dark; --text: #1c2024; --quiet: #60666c; --page: #fff; --card: #f4f5f7; --line: #d9dce0;
+  --s0: #1f6feb; --s1: #d1570a; --s2: #1a7f37; --s3: #8250df; --s4: #b3224d; --s5: #0a7f8c; --heat: 209, 87, 10; }
+@media (prefers-color-scheme: dark) { :root { --text: #e4e6e9; --quiet: #9aa2aa; --page: #14171a; --card: #1e2226;
+  --line: #363c42; --s0: #6cb0ff; --s1: #ff9d5c; --s2: #5fcf80; --s3: #c49bff; --s4: #ff7fa3; --s5: #55d0dd;
+  --heat: 255, 140, 60; } }
+* { box-sizing: border-box; }
+body { margin: 0 auto; padding: 1rem; max-width: 76rem; background: var(--page); color: var(--text);
+  font: 16px/1.5 system-ui, sans-serif; overflow-wrap: anywhere; }
+h1 { font-size: 1.6rem; margin: .5rem 0; }
+h2 { font-size: 1.2rem; margin: 2rem 0 .5rem; border-bottom: 1px solid var(--line); }
+h3 { font-size: 1rem; margin: 1.25rem 0 .25rem; }
+p, figcaption { margin: .25rem 0; } .quiet, figcaption { color: var(--quiet); font-size: .85rem; }
+.scroll { overflow-x: auto; } table { border-collapse: collapse; font-size: .9rem; }
+th, td { text-align: left; vertical-align: top; padding: .25rem .75rem .25rem 0; border-bottom: 1px solid var(--line);
+  overflow-wrap: normal; } td.number { text-align: right; font-variant-numeric: tabular-nums; white-space: nowrap; }
+td.long { overflow-wrap: anywhere; min-width: 9rem; }
+.cards { display: grid; gap: 1rem; align-items: start;
+  grid-template-columns: repeat(auto-fit, minmax(min(100%, 18rem), 1fr)); }
+.small { grid-template-columns: repeat(auto-fit, minmax(min(100%, 9rem), 1fr)); } .small figure { max-width: 18rem; }
+.small img { width: 100%; image-rendering: pixelated; }
+figure { margin: 0; padding: .6rem; background: var(--card); border-radius: .4rem; min-width: 0; max-width: 46rem; }
+figure img { display: block; max-width: 100%; height: auto; }
+figure svg { display: block; width: 100%; height: auto; overflow: visible; }
+summary { cursor: pointer; padding: .4rem 0; }
+pre, .tokens { font: .85rem/1.6 ui-monospace, monospace; white-space: pre-wrap; margin: 0; }
+.tokens span { background: rgba(var(--heat), calc(.75 * var(--bits))); border-radius: .15rem; }
+.scale { display: inline-block; width: 6rem; height: .7rem; border-radius: .2rem;
+  background: linear-gradient(to right, #000004, #51127c, #b73779, #fc8961, #fcfdbf); }
+"""
+_LONG = ' class="long"'
+_POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
+
+
+def page(title: str, parts: Iterable[str]) -> str:
+    """Return a page of parts, which the other functions of this module return."""
+    return (
+        '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
+        f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}">\n'
+        f"<title>{text(title)}</title>\n<style>{_STYLE}</style>\n</head>\n<body>\n<h1>{text(title)}</h1>\n"
+        + "\n".join(parts)
+        + "\n</body>\n</html>\n"
+    )
+
+
+def text(value: Any) -> str:
+    """Return a value as HTML."""
+    return html.escape(printable(str(value)))
+
+
+def heading(title: str, level: int = 2) -> str:
+    """Return a heading."""
+    return f"<h{level}>{text(title)}</h{level}>"
+
+
+def note(remark: str) -> str:
+    """Return a line in a quiet colour."""
+    return f'<p class="quiet">{text(remark)}</p>'
+
+
+def table(content: Table) -> str:
+    """Return a table. A browser may break names after dots and underscores."""
+
+    def cell(value: Any) -> str:
+        if isinstance(value, int | float) and not isinstance(value, bool):
+            return f'<td class="number">{text(shown(value))}</td>'
+        name = shown(value)
+        broken = text(name) if " " in name else text(name).replace("_", "_<wbr>").replace(".", ".<wbr>")
+        return f"<td{_LONG if len(name) > 24 else ''}>{broken}</td>"
+
+    header = "".join(f'<th scope="col">{text(shown(name))}</th>' for name in content.header)
+    rows = "\n".join(f"<tr>{''.join(map(cell, row))}</tr>" for row in content.rows)
+    return f'<div class="scroll"><table><thead><tr>{header}</tr></thead><tbody>\n{rows}\n</tbody></table></div>'
+
+
+def pairs(values: Mapping[str, Any], *header: str) -> str:
+    """Return a table of names and values."""
+    return table(Table("", header, list(values.items())))
+
+
+def image(png: bytes, caption: str, *parts: str) -> str:
+    """Return a figure of a PNG file, with `parts` above it."""
+    source = f"data:image/png;base64,{base64.b64encode(png).decode()}"
+    return figure(*parts, f'<img src="{source}" alt="{text(caption)}">', caption=caption)
+
+
+def figure(*parts: str, caption: str = "") -> str:
+    """Return a figure of parts with a caption."""
+    below = f"<figcaption>{text(caption)}</figcaption>" if caption else ""
+    return f"<figure>{''.join(parts)}{below}</figure>"
+
+
+def cards(title: str, figures: Sequence[str], kind: str = "") -> list[str]:
+    """Return a heading and figures side by side; nothing without a figure."""
+    return [heading(title, 3), f'<div class="cards {kind}">', *figures, "</div>"] if figures else []
+
+
+def token_bits(tokens: Sequence[tuple[str, float]], *, spaced: bool) -> str:
+    """Return a figure of tokens on a colour whose strength shows the bits of each."""
+    largest = max((bits for _, bits in tokens), default=0) or 1
+    spans = (
+        f'<span style="--bits: {max(bits, 0) / largest:.2f}" title="{bits:.2f} bits">{text(token)}</span>'
+        for token, bits in tokens
+    )
+    mean = sum(bits for _, bits in tokens) / max(1, len(tokens))
+    caption = f"−log₂ p of each: the stronger the colour, the less expected; {mean:.2f} bits on average"
+    return figure(f'<div class="tokens">{(" " if spaced else "").join(spans)}</div>', caption=caption)
+
+
+def charts(names: Sequence[str], runs: Sequence[RunRecord]) -> list[str]:
+    """Return a chart of each metric of training and validation by step, and of several runs also by time."""
+    quantities: dict[str, dict[tuple[int, str], dict[int, float]]] = {}
+    for i, run in enumerate(runs):
+        for metric, curve in run.curves.items():
+            stage, _, quantity = metric.partition("/")
+            if stage in ("train", "val") and (len(set(curve.values())) > 1 or len(curve) == 1):
+                quantities.setdefault(quantity, {})[i, stage] = curve
+    axes = ["step", "seconds"] if len(runs) > 1 and all(run.seconds for run in runs) else ["step"]
+    figures = []
+    for quantity, by_run in quantities.items():
+        for axis in axes:
+            curves = []
+            for (i, stage), values in by_run.items():
+                steps, is_val = sorted(values), stage == "val"
+                x = steps if axis == "step" else _times(steps, runs[i].seconds)
+                name, colour = (f"{names[i]} {stage}", i) if len(runs) > 1 else (stage, int(is_val))
+                curves.append(Curve(name, x, [values[step] for step in steps], colour, dashed=is_val and len(runs) > 1))
+            drawn = chart(curves)
+            if drawn is not None:
+                legend = ", ".join(
+                    f'<span style="color: var(--s{c.colour % 6})">{"╍" if c.dashed else "━"}</span> {text(c.name)}'
+                    for c in curves
+                )
+                label = text(f"{quantity} by {axis}")
+                svg = drawn.replace("<svg", f'<svg role="img" aria-label="{label}"', 1)
+                figures.append(figure(svg, f"<figcaption>{label}: {legend}</figcaption>"))
+    return cards("Curves", figures)
+
+
+def _times(steps: Sequence[int], seconds: dict[int, float]) -> list[float]:
+    """Return the time of each step, interpolated between the logged ones."""
+    known = sorted(seconds)
+    times: list[float] = np.interp(steps, [-1, *known], [0.0, *(seconds[step] for step in known)]).tolist()
+    return times

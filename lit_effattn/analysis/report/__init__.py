@@ -1,1 +1,0 @@
-"""The command `report`: one HTML page about runs."""

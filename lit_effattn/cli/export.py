@@ -9,7 +9,6 @@ from lit_effattn.checkpoints.io import read_checkpoint
 from lit_effattn.checkpoints.loading import load_model
 from lit_effattn.checkpoints.runs import find_checkpoint, output_folder, short
 from lit_effattn.interchange import export as exporting
-from lit_effattn.interchange import onnx_operators
 from lit_effattn.settings.own_classes import add_trust
 from lit_effattn.settings.parsers import tool_parser
 from lit_effattn.settings.run_names import add_root
@@ -52,14 +51,6 @@ def _parser() -> argparse.ArgumentParser:
         help="running: the step of a recogniser normalises by mean and variance of the sound so far, for one that was "
         "trained with normalize: utterance or speaker. Default: as in training.",
     )
-    parser.add_argument(
-        "--operators",
-        choices=onnx_operators.OPERATORS,
-        default=onnx_operators.DEFAULT,
-        help="onnx: opset18, which every runtime has. opset27: LinearAttention and CausalConvWithState, so the file "
-        "reads prompts, for linear attention and the kinds with decay or the delta rule. "
-        "onnxruntime: the same two of its domain com.microsoft, for which it has kernels. Default: opset18.",
-    )
     parser.add_argument("--overwrite", action="store_true", help="Replace an existing file.")
     add_root(parser)
     add_trust(parser)
@@ -92,7 +83,6 @@ def export(args: list[str]) -> None:
         saved=content,
         dtype=given.dtype,
         normalize=given.normalize,
-        operators=given.operators,
     )
     print(f"{given.format}: {short(done.path)}")
     if done.checked:

@@ -1,8 +1,8 @@
 """Export a trained model: a streaming step as ONNX or by `torch.export`, or the weights only.
 
 The step reads one token of each row, or the sound of one frame, and a state. It returns log-probabilities and the next
-state: see `steps`. A program that runs the step carries the state. All shapes are fixed, except that the operators of
-`onnx_operators` read any number of tokens.
+state: see `steps`. A program that runs the step carries the state. All shapes are fixed, except that an ONNX file with
+the operators of `onnx_operators` reads any number of tokens.
 """
 
 from __future__ import annotations
@@ -97,7 +97,6 @@ def export(
     saved: Mapping[str, Any] | None = None,
     dtype: str | None = None,
     normalize: str | None = None,
-    operators: str = onnx_operators.DEFAULT,
 ) -> Exported:
     """Export a model to a file. If that fails, no file is written.
 
@@ -116,8 +115,6 @@ def export(
         dtype: safetensors: type of the floating-point weights, one of `DTYPES`. Default: as they are.
         normalize: "running": the step of a recogniser normalises by the statistics of the sound so far. Default: as in
             training.
-        operators: onnx: one of `onnx_operators.OPERATORS`. All but the default need a model of tokens whose attention
-            is `LinearAttention` or of a kind of `RecurrentAttention`.
 
     Raises:
         FileExistsError: If `target` exists and `overwrite` is False.
@@ -131,10 +128,6 @@ def export(
     missing = [name for name in _PACKAGES[format] if find_spec(name) is None]
     if missing:
         raise ValueError(f"format={format} needs {', '.join(missing)}: pip install 'lit-effattn[export]'")
-    prompts = operators != onnx_operators.DEFAULT
-    if operators not in onnx_operators.OPERATORS or (prompts and format != "onnx"):
-        choices = ", ".join(onnx_operators.OPERATORS)
-        raise ValueError(f"operators={operators!r} must be one of {choices}, and format onnx, not {format}")
     task.eval()
     if normalize is not None and (format == "safetensors" or not isinstance(task, SpeechRecognizer) or saved is None):
         raise ValueError(
@@ -161,25 +154,25 @@ def export(
         if isinstance(task, SpeechRecognizer):
             check_causal(task)
             features = None if saved is None else stream_features(saved, "the checkpoint", normalize)
-            if prompts:
-                raise ValueError(f"operators={operators} is for LanguageModel and PixelModel; leave it out")
             step: Step = SpeechStep(task, batch_size, length, features)
         else:
             step = TokenStep(task, task.backbone.initial_state(batch_size, max_len=length))
         step.eval()
-        if prompts:
-            kinds = [m for m in task.backbone.modules() if isinstance(m, Attention)]
-            onnx_operators.check_operators(operators, kinds)
+        kinds = [m for m in task.backbone.modules() if isinstance(m, Attention)]
+        prompts = format == "onnx" and isinstance(step, TokenStep) and onnx_operators.available(kinds)
         size = sum(t.numel() * t.element_size() for t in step.state_dict().values())
         if format == "onnx" and size > _MOST_BYTES:
             raise ValueError(f"the model has {size / 1e9:.1f} GB, but an ONNX file at most 2 GB; use format=torch")
         longest = n_positions(task.backbone) if length is None else length
         about = _metadata(task, step.empty, batch_size, longest) | _metadata_of_task(task, features)
-        about |= {"operators": operators} if format == "onnx" else {}
         text = json.dumps(about, ensure_ascii=False)
         with whole(target) as part:
             with _conversion(step, format):
-                run = _write_onnx(step, text, part, operators) if format == "onnx" else _write_torch(step, text, part)
+                run = (
+                    _write_onnx(step, text, part, prompts=prompts)
+                    if format == "onnx"
+                    else _write_torch(step, text, part)
+                )
             exported = _checked(run, step, check if longest is None else min(check, longest), prompts=prompts)
         return exported._replace(path=target)
     finally:
@@ -306,8 +299,8 @@ _Run = Callable[[tuple[Tensor, ...], list[Any]], tuple[Any, list[Any]]]
 """Maps the inputs of a step and the tensors of a state to log-probabilities and the tensors of the next state."""
 
 
-def _write_onnx(step: Step, metadata: str, path: Path, operators: str) -> _Run:
-    names, prompts = state_names(step.empty), operators != onnx_operators.DEFAULT
+def _write_onnx(step: Step, metadata: str, path: Path, *, prompts: bool) -> _Run:
+    names = state_names(step.empty)
     program = torch.onnx.export(
         _program(step, prompts=prompts),
         dynamo=True,
@@ -328,7 +321,6 @@ def _write_onnx(step: Step, metadata: str, path: Path, operators: str) -> _Run:
     if prompts:
         onnx_operators.shorten(program.model)
         _optimise(program.model)
-    if operators == "opset27":
         onnx_operators.use_opset(program.model)
     program.model.metadata_props[METADATA] = metadata
     program.save(path)

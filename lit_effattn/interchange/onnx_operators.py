@@ -1,7 +1,6 @@
-"""Our operators as ONNX's `LinearAttention` and `CausalConvWithState`, which opset 27 defines.
+"""Our operators as ONNX's own `LinearAttention` and `CausalConvWithState`, which opset 27 defines.
 
-onnxruntime has the same two in its own domain, with kernels. Heads (B, H, N, D) are packed as (B, N, H D) there, and
-channels precede positions.
+Heads (B, H, N, D) are packed as (B, N, H D) there, and channels precede positions.
 """
 
 from __future__ import annotations
@@ -15,45 +14,31 @@ from lit_effattn.attention.base import Attention
 from lit_effattn.attention.linear import LinearAttention
 from lit_effattn.attention.recurrent import RecurrentAttention
 
-OPERATORS = ("opset18", "opset27", "onnxruntime")
-"""Those of opset 18, those of opset 27, and the two of onnxruntime's domain beside those of `REGISTERED`."""
-
-DEFAULT = OPERATORS[0]
-"""Every runtime has these. Files with them read one token in a call, the rest any number."""
-
 REGISTERED = 23
 """The opset of PyTorch's translations, with operators for RMSNorm and GELU."""
 
-_OPSET = 27
-_RUNTIME = "com.microsoft"
+OPSET = 27
+"""The first opset with the two operators."""
+
+_RUNTIME = (1, 32)
+"""The onnxruntime with which opset 27 was tested. 1.23, the last for Python 3.10, lacks it."""
+
+_DOMAIN = "lit_effattn"
+"""The two operators are of this domain until `use_opset`, since the exporter knows no opset above `REGISTERED`."""
 
 
-def check_operators(operators: str, kinds: Sequence[Attention]) -> None:
-    """Check that `kinds` can be written with `operators`.
-
-    Raises:
-        ValueError: If onnx is too old, or there is no attention, or one that the two operators do not express.
-    """
+def available(kinds: Sequence[Attention]) -> bool:
+    """Return whether the installed packages have opset 27, and its operators express all of `kinds`."""
     import onnx
+    import onnxruntime
 
-    newest = onnx.defs.onnx_opset_version()
-    if newest < _OPSET:
-        raise ValueError(
-            f"operators={operators} needs an onnx that has opset {_OPSET}, but onnx {onnx.__version__} ends with "
-            f"{newest}: pip install -U onnx onnxruntime"
-        )
-    unsupported = dict.fromkeys(
-        type(kind).__name__ for kind in kinds if not isinstance(kind, LinearAttention | RecurrentAttention)
-    )
-    if unsupported or not kinds:
-        raise ValueError(
-            f"operators={operators} is for LinearAttention and the kinds of RecurrentAttention, not for "
-            f"{', '.join(unsupported) or 'a model without attention'}; leave it out"
-        )
+    runtime = tuple(map(int, onnxruntime.__version__.split(".")[:2]))
+    expressed = bool(kinds) and all(isinstance(kind, LinearAttention | RecurrentAttention) for kind in kinds)
+    return expressed and onnx.defs.onnx_opset_version() >= OPSET and runtime >= _RUNTIME
 
 
 def translations() -> dict[Any, Any]:
-    """Return the functions for `torch.onnx.export`, which write the two operators of onnxruntime's domain."""
+    """Return the functions for `torch.onnx.export`, which write the two operators."""
     operators = torch.ops.lit_effattn
     return {
         operators.gated_linear.default: _gated_linear,
@@ -79,33 +64,30 @@ def shorten(model: Any) -> None:
 
 
 def use_opset(model: Any) -> None:
-    """Replace onnxruntime's two operators by those of opset 27.
-
-    The other operators are the same in opset 27 as in `REGISTERED`.
-    """
+    """Let the model import opset 27 alone. Its other operators are the same as those of `REGISTERED`."""
     for node in model.graph:
-        if node.domain == _RUNTIME:
+        if node.domain == _DOMAIN:
             node.domain = ""
-    del model.opset_imports[_RUNTIME]
-    model.opset_imports[""] = _OPSET
+    del model.opset_imports[_DOMAIN]
+    model.opset_imports[""] = OPSET
 
 
 def _operator(name: str) -> Any:
-    """Return the operator of onnxruntime's domain, whose inputs, outputs and attributes are those of opset 27."""
+    """Return the operator of opset 27, of `_DOMAIN`."""
     import onnx
     import onnxscript
 
-    of_onnx = onnx.defs.get_schema(name, _OPSET)
+    of_onnx = onnx.defs.get_schema(name, OPSET)
     schema = onnx.defs.OpSchema(
         name,
-        _RUNTIME,
+        _DOMAIN,
         1,
         inputs=of_onnx.inputs,
         outputs=of_onnx.outputs,
         type_constraints=[(c.type_param_str, c.allowed_type_strs, c.description) for c in of_onnx.type_constraints],
         attributes=list(of_onnx.attributes.values()),
     )
-    return onnxscript.values.Op(onnxscript.values.Opset(_RUNTIME, 1), name, schema)
+    return onnxscript.values.Op(onnxscript.values.Opset(_DOMAIN, 1), name, schema)
 
 
 def _gated_linear(
@@ -160,12 +142,11 @@ def _short_convolution(x: Any, recent: Any, weight: Any, bias: Any) -> tuple[Any
 
 
 def _softplus(x: Any, beta: float = 1.0, threshold: float = 20.0) -> Any:
-    """Translate torch.nn.functional.softplus as one operator. PyTorch's own translation also has the threshold."""
+    """Translate torch.nn.functional.softplus. PyTorch's own translation also has the threshold, above which it is x."""
     import onnxscript
 
-    if (beta, threshold) != (1, 20):
-        raise NotImplementedError(
-            f"softplus with beta={beta}, threshold={threshold} is supported with operators=opset18 only"
-        )
     op: Any = onnxscript.opset18
-    return op.Softplus(x)
+    if beta == 1:
+        return op.Softplus(x)
+    scale = op.CastLike(op.Constant(value_float=beta), x)
+    return op.Div(op.Softplus(op.Mul(x, scale)), scale)

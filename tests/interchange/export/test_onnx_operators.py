@@ -4,18 +4,15 @@ import json
 import re
 from collections import Counter
 from importlib.util import find_spec
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 
-from lit_effattn import SpeechRecognizer, Transformer
 from lit_effattn.attention import GatedDeltaNetAttention, LinearAttention
 from lit_effattn.cli import main
 from lit_effattn.interchange.export import export
-from lit_effattn.interchange.onnx_operators import OPERATORS
 from lit_effattn.sequence import tensors
 from tests.interchange.export.cases import build
 from tests.interchange.export.test_options import OLD_RUNTIME, RECURRENT
@@ -33,16 +30,13 @@ if OLD_RUNTIME:
 ROUNDED = rounding(torch.float32, 150 * 8)  # of log-probabilities: a state sums 150 positions at most, of width 8
 
 
-@pytest.mark.parametrize(
-    ("name", "operators"),
-    [("Kimi Delta", "onnxruntime"), pytest.param("linear", "opset27", marks=pytest.mark.exhaustive)],
-)
-def test_prompts_and_steps_are_the_model_s(name, operators, tmp_path):
+@pytest.mark.parametrize("name", ["Kimi Delta", pytest.param("linear", marks=pytest.mark.exhaustive)])
+def test_prompts_and_steps_are_the_model_s(name, tmp_path):
     """A prompt, a token and another prompt, each from the state before, against one pass of the model."""
     import onnxruntime
 
     model, path = build(name), tmp_path / "a.onnx"
-    done = export(model, path, format="onnx", batch_size=2, check=60, operators=operators)
+    done = export(model, path, format="onnx", batch_size=2, check=60)
     assert done.checked == 60
     assert done.difference < ROUNDED
     assert done.prompt_seconds
@@ -64,7 +58,7 @@ def test_prompts_and_steps_are_the_model_s(name, operators, tmp_path):
 @pytest.mark.parametrize("name", RECURRENT)
 def test_a_file_of_opset_27_is_valid_and_onnx_s_reference_computes_the_same(name, tmp_path):
     model, path = build(name), tmp_path / "a.onnx"
-    export(model, path, format="onnx", check=1, operators="opset27")
+    export(model, path, format="onnx", check=1)
     onnx.checker.check_model(path, full_check=True)
     tokens = torch.randint(0, 257, (1, 9), generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
@@ -76,26 +70,15 @@ def test_a_file_of_opset_27_is_valid_and_onnx_s_reference_computes_the_same(name
     assert np.abs(log_probs - expected.numpy()).max() < ROUNDED
 
 
-def nodes(name: str, operators: str, folder: Path) -> list:
-    path = folder / f"{operators}.onnx"
-    export(build(name), path, format="onnx", check=1, operators=operators)
-    return [*onnx.load(path).graph.node]
-
-
 @pytest.mark.exhaustive
 def test_a_layer_is_one_operator_and_its_convolution_another(tmp_path):
-    graphs = {operators: nodes("Gated DeltaNet", operators, tmp_path) for operators in OPERATORS}
-    for operators, domain in (("opset27", ""), ("onnxruntime", "com.microsoft")):
-        ours = {
-            n.op_type: n.domain for n in graphs[operators] if n.op_type in ("LinearAttention", "CausalConvWithState")
-        }
-        assert ours == dict.fromkeys(("CausalConvWithState", "LinearAttention"), domain)
-        counts = Counter(n.op_type for n in graphs[operators])
-        assert counts["LinearAttention"] == counts["CausalConvWithState"] == 1
-        assert not counts.keys() & {"Scan", "Loop", "If", "CumSum"}
-        assert len(graphs[operators]) < 0.75 * len(graphs["opset18"])
-    imports = {o.domain: o.version for o in onnx.load(tmp_path / "opset27.onnx").opset_import}
-    assert imports == {"": 27}
+    path = tmp_path / "a.onnx"
+    export(build("Gated DeltaNet"), path, format="onnx", check=1)
+    model = onnx.load(path)
+    counts = Counter(n.op_type for n in model.graph.node)
+    assert counts["LinearAttention"] == counts["CausalConvWithState"] == 1
+    assert not counts.keys() & {"Scan", "Loop", "If", "CumSum"}
+    assert {o.domain: o.version for o in model.opset_import} == {"": 27}
 
 
 @pytest.mark.exhaustive
@@ -103,10 +86,10 @@ def test_the_page_reads_a_prompt_in_one_call(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     model = language_model(LinearAttention, GatedDeltaNetAttention)
     path = saved(model, tmp_path / "best.ckpt")
-    main(["export", "--ckpt_path", path, "--operators", "onnxruntime"])
+    main(["export", "--ckpt_path", path])
     assert re.search(r"^32 tokens .*\nall but the last in one call, .*: \d+\.\d\d ms$", capsys.readouterr().out, re.M)
     about = json.loads(onnx.load("best.onnx").metadata_props[0].value)
-    assert (about["operators"], about["kinds"]) == ("onnxruntime", ["LinearAttention", "GatedDeltaNetAttention"])
+    assert about["kinds"] == ["LinearAttention", "GatedDeltaNetAttention"]
     page = (REPOSITORY / "docs/export.md").read_text(encoding="utf-8")
     code = re.findall(r"^```py\n(.*?)^```$", page, re.M | re.S)[0]
     call = re.search(r"`(log_probs, state = step\(\[.*?)` takes the place of the first loop", page)[1]
@@ -118,22 +101,13 @@ def test_the_page_reads_a_prompt_in_one_call(tmp_path, monkeypatch, capsys):
     assert len(set(expected)) > 3
 
 
-def speech() -> SpeechRecognizer:
-    return SpeechRecognizer(Transformer(8, 2, 1, attention=LinearAttention), 10, [*"abc"])
-
-
-def test_what_they_do_not_express_is_rejected(tmp_path):
-    linear = build("linear")
-    for model, options, message in (
-        (build("LSTM"), {}, "operators=opset27 is for .*, not for a model without attention; leave it out"),
-        (build("performer"), {}, "operators=opset27 is for .*, not for PerformerAttention; leave it out"),
-        (speech(), {}, "operators=opset27 is for LanguageModel and PixelModel; leave it out"),
-        (linear, {"format": "torch"}, "operators='opset27' must be .* and format onnx, not torch"),
-        (linear, {"operators": "opset26"}, "operators='opset26' must be one of opset18, opset27,"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            export(model, tmp_path / "a.onnx", **({"format": "onnx", "operators": "opset27"} | options))
-    assert not [*tmp_path.iterdir()]
+def test_models_without_these_operators_read_one_token_or_frame(tmp_path):
+    """A kind without an operator, no attention, and an older onnxruntime."""
+    for name in ("LSTM", "performer"):
+        assert export(build(name), tmp_path / f"{name}.onnx", format="onnx", check=2).prompt_seconds is None
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("onnxruntime.__version__", "1.23.2")
+        assert export(build("linear"), tmp_path / "old.onnx", format="onnx", check=2).prompt_seconds is None
 
 
 @pytest.mark.exhaustive
@@ -150,7 +124,8 @@ def test_a_kind_of_one_s_own(tmp_path):
             return super().gates(x)._replace(log_decay=-F.softplus(self.decay_proj(x), beta=self.softness))
 
     model, target = language_model(Own), tmp_path / "a.onnx"
-    assert export(model, target, format="onnx", operators="onnxruntime").difference < ROUNDED
-    Own.softness = 2.0
-    with pytest.raises(ValueError, match=r"Own can't be exported .* softplus with beta=2.0, .*=opset18 only$"):
-        export(model, tmp_path / "b.onnx", format="onnx", operators="onnxruntime")
+    for softness in (1.0, 2.0):
+        Own.softness = softness
+        done = export(model, target, format="onnx", overwrite=True)
+        assert done.prompt_seconds
+        assert done.difference < ROUNDED

@@ -380,8 +380,6 @@ def test_in_a_browser_nothing_is_wider_than_a_phone_and_the_dark_is_dark(tiny: P
     )
     (run / "samples").mkdir()
     (run / "samples/wide.png").write_bytes(png(torch.eye(3).repeat(1, 700)))
-    (tmp_path / "secret").write_text("key")
-    (run / "samples/link.png").symlink_to(tmp_path / "secret")
     main(["report", str(run), "--samples", "2", "--output", str(tmp_path / "page.html")])
     flags = ["--headless", "--no-sandbox", "--disable-gpu", "--allow-file-access-from-files", "--dump-dom"]
     for width, scheme, colour in ((390, ["--force-dark-mode"], "rgb(20, 23, 26)"), (1280, [], "rgb(255, 255, 255)")):

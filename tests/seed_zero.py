@@ -24,14 +24,15 @@ import torch
 
 from tests.cli.test_command import CONFIGS, OFFLINE, built
 from tests.cli.test_every_kind import synthetic
+from tests.support.variants import variants
 
 STORED = Path(__file__).parent / "seed_zero.json"
 NOT_BIT_STABLE = "omega"
 """Performer's random features: their QR decomposition differs between versions of BLAS. In the sum alone."""
 LIMITED = ("--data.vocab_size", "300")
 """Vocabulary of the data sets that are not available; adaptive embeddings need that of their cutoffs."""
-RUNS = {config.stem: config for config in CONFIGS}
-"""The file of every shipped configuration."""
+RUNS: dict[str, tuple[Path, list[str]]] = {**{config.stem: (config, []) for config in CONFIGS}, **variants()}
+"""The file of every shipped configuration and of every variant, and its flags."""
 
 
 def machine() -> dict[str, str]:
@@ -44,7 +45,7 @@ def as_stored() -> bool:
     return bool(machine() == json.loads(STORED.read_text(encoding="utf-8"))["machine"])
 
 
-def drawn(config: Path) -> dict[str, Any]:
+def drawn(config: Path, flags: list[str]) -> dict[str, Any]:
     """Instantiate a configuration, and return hashes of its parameters.
 
     Data that need no file are the configuration's own; for all other, synthetic data of the same kind take their place.
@@ -52,7 +53,7 @@ def drawn(config: Path) -> dict[str, Any]:
     words = ["--seed_everything", "0", "--trainer.accelerator", "cpu", "--trainer.devices", "1"]
     if not config.stem.startswith(OFFLINE):
         words += [*synthetic(config), *(() if "cutoffs" in config.read_text() else LIMITED)]
-    model = built(config, *words, device="cpu").model
+    model = built(config, *flags, *words, device="cpu").model
     generator = _hash(torch.get_rng_state())
     values = [*model.named_parameters(), *model.named_buffers()]
     bits = hashlib.sha256()
@@ -84,7 +85,7 @@ def main() -> int:
     """Print the differences from the stored file, or write it; return the exit status."""
     os.environ["XDG_CACHE_HOME"] = tempfile.mkdtemp()
     os.chdir(os.environ["XDG_CACHE_HOME"])
-    new = {name: drawn(config) for name, config in sorted(RUNS.items())}
+    new = {name: drawn(*run) for name, run in sorted(RUNS.items())}
     stored = json.loads(STORED.read_text(encoding="utf-8"))
     if "--write" in sys.argv:
         # Other tests compare bits on the stored machine. It stays if this one draws the same.

@@ -1,7 +1,7 @@
 """Names of runs: the folder, inside that of all runs, for the runs of one configuration.
 
-runs/digits_softmax/                    --config digits_softmax, whose default_root_dir it is
-runs/digits_softmax+LinearAttention/    the same with --model.backbone.attention LinearAttention
+runs/digits_linear/                     --config digits_linear, whose default_root_dir it is
+runs/digits_linear+SoftmaxAttention/    the same with --model.backbone.attention SoftmaxAttention
 runs/wide/                              with --name wide
 """
 

@@ -15,7 +15,7 @@ _WORDS_AT_ONCE = 256
 
 
 class TrainedPronouncer(Pronouncer):
-    """Pronounces words by a `SequenceToSequence` model of spellings and phones, such as that of g2p_softmax.yaml.
+    """Pronounces words by a `SequenceToSequence` model of spellings and phones, such as that of g2p_linear.yaml.
 
     Args:
         ckpt_path: The model's checkpoint, or `model:g2p`.

@@ -56,14 +56,14 @@ def test_what_is_done_is_not_run_again_and_a_failure_loses_the_others_nothing(ma
     assert [row["state"] for row in run()] == ["done", "done", "started"]  # in the order of RUNS
     assert machine.trained() == [
         "copy_linear --model.backbone.attention SoftmaxAttention",
-        "copy_lsh4",
+        reproduce._COPY_LSH,
         "sorting_small_infinite",
     ]
     page = Path("page.md").read_text()
     assert page.startswith("before\n")
     assert page.endswith("\nafter\n")
     assert "old" not in page
-    assert "| `fit --config copy_lsh4` | 4.5 | 0.5000 accuracy | 7 | 0 |" in page
+    assert f"| `fit --config {reproduce._COPY_LSH}` | 4.5 | 0.5000 accuracy | 7 | 0 |" in page
     machine.ran.clear()
     run()
     assert all(word != "SoftmaxAttention" for words in machine.ran for word in words)
@@ -71,7 +71,7 @@ def test_what_is_done_is_not_run_again_and_a_failure_loses_the_others_nothing(ma
     assert len(Path("log.jsonl").read_text().splitlines()) == 3
 
 
-@pytest.mark.parametrize("when", ["copy_lsh4", "test"])
+@pytest.mark.parametrize("when", ["LSHAttention", "test"])
 def test_a_killed_run_goes_on_from_its_last_checkpoint(when: str, machine: Machine):
     machine.dies = when
     with pytest.raises(KeyboardInterrupt):

@@ -258,7 +258,7 @@ def test_every_configuration_works_as_far_as_it_needs_no_download(config: Path):
     assert not Path("runs").exists()
 
 
-FAMILIES = ("digits_performer",)
+FAMILIES = ("digits_linear",)
 
 
 @pytest.mark.filterwarnings("ignore:LightningCLI's args")

@@ -37,16 +37,16 @@ def test_configs_are_listed_with_the_first_sentence_of_their_comment(
     lines = dict(line.split(maxsplit=1) for line in printed(capsys, "configs").splitlines())
     assert sorted(lines) == sorted(path.stem for path in (REPOSITORY / "configs").glob("*.yaml"))
     digits = "handwritten digits (8×8, 17 grey levels): no download, 3 minutes on 2 cores"
-    assert lines["digits_softmax"] == f"Softmax Transformer on UCI's 1,797 {digits}"
+    assert lines["digits_linear"] == f"Linear Transformer on UCI's 1,797 {digits}"
     assert lines["wmt14_en_de_base"].startswith("The base Transformer of Vaswani et al. 2017 on WMT14")
     assert all(len(line) > 20 for line in lines.values())
 
 
 def test_a_config_is_shown(capsys: pytest.CaptureFixture[str]):
-    text = printed(capsys, "configs", "digits_softmax")
-    assert text.startswith("# Softmax Transformer")
-    assert yaml.safe_load(text) == yaml.safe_load((REPOSITORY / "configs" / "digits_softmax.yaml").read_text())
-    assert "did you mean digits_softmax?" in fails(capsys, "configs", "digits_softmx", code=2)
+    text = printed(capsys, "configs", "digits_linear")
+    assert text.startswith("# Linear Transformer")
+    assert yaml.safe_load(text) == yaml.safe_load((REPOSITORY / "configs" / "digits_linear.yaml").read_text())
+    assert "did you mean digits_linear?" in fails(capsys, "configs", "digits_linaer", code=2)
 
 
 def test_kinds_say_direction_state_and_cross_attention(

@@ -15,11 +15,13 @@ from torch.utils._pytree import tree_map
 
 from lit_effattn.cli.command import CLI
 from tests.cli.test_command import CONFIGS, built
+from tests.support.variants import variants
 
 PAPERS = ("cifar", "enwik8", "iwslt14", "mnist", "sorting", "text8", "wikitext103", "wmt14", "wsj")
 OTHERS = {f"enwik8_{kind}" for kind in ("compressive", "linear", "lstm", "performer", "softmax")}
 """Of no paper: made to be compared with enwik8_xl."""
-SIZED = {path.stem: path for path in CONFIGS if path.stem.startswith(PAPERS) and "small" not in path.stem}
+_RUNS: dict[str, tuple[Path, list[str]]] = {**{path.stem: (path, []) for path in CONFIGS}, **variants()}
+SIZED = {name: run for name, run in _RUNS.items() if name.startswith(PAPERS) and "small" not in name}
 WORDS, STEPPED = (
     267_735,
     ("cifar_linear", "enwik8_xl", "sorting_sticky", "wmt14_en_de_base", "wsj_linear"),
@@ -130,13 +132,13 @@ SIZES = {
 @cache
 def made(name: str) -> CLI:
     """Build a configuration for any data: on the meta device, which computes nothing, unless the loss is CTC's."""
-    config = SIZED[name]
+    config, variant = SIZED[name]
     task = yaml.safe_load(config.read_text())["model"]["class_path"]
     flags = ["--data", "tests.support.any_data.AnyData", "--data.batch", task]
     flags += ["--data.vocab_size", str(SIZES[name].vocab_size)]
     if name.startswith("cifar"):
         flags += ["--data.colours", "3", "--data.side", "32"]
-    return built(config, *flags, device="cpu" if name.startswith("wsj") else "meta")
+    return built(config, *variant, *flags, device="cpu" if name.startswith("wsj") else "meta")
 
 
 @pytest.fixture(autouse=True)
@@ -168,7 +170,7 @@ def test_a_step_of_training(name: str, monkeypatch: pytest.MonkeyPatch):
     if device.type == "meta":
         monkeypatch.setattr("torch.autocast", lambda *_, **__: nullcontext())
     batch = tree_map(lambda t: t.to(device) if isinstance(t, torch.Tensor) else t, next(iter(data.train_dataloader())))
-    carries = "MemoryCarry" in SIZED[name].read_text()
+    carries = "MemoryCarry" in SIZED[name][0].read_text()
     memory = model.backbone.initial_state(2, device=device) if carries else None
     configured = model.configure_optimizers()
     with torch.device(device), _config.patch(meta_nonzero_assume_all_nonzero=True):

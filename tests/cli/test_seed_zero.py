@@ -28,7 +28,7 @@ def test_every_configuration_has_its_entry():
 )
 def test_parameters_are_drawn_as_before(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(tmp_path)
-    result, kept = drawn(RUNS[name]), dict(KEPT[name])
+    result, kept = drawn(*RUNS[name]), dict(KEPT[name])
     assert result.pop("names") == kept.pop("names")
     assert result.pop("sum") == pytest.approx(kept.pop("sum"), rel=1e-3)
     if as_stored():

@@ -28,7 +28,7 @@ def late():
 PAGE = """# A page
 
 [gone](gone.md) and [no heading](#a-heading), [this page](#a-page); `tests/gone.py`, `make coffee`, `make lint`.
-It stands for `x is no y`: `digits_{linear,cubic}`, --config counting, --config digits_softmax, configs/none.yaml
+It stands for `x is no y`: `digits_{linear,cubic}`, --config counting, --config digits_linear, configs/none.yaml
 
 ```
 x is no y

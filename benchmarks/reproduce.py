@@ -82,7 +82,8 @@ _LSTM = (
 )
 _COMPRESSIVE = (
     "stdlib_xl --model.backbone.attention CompressiveAttention --model.backbone.attention.mem_len 64 "
-    "--model.backbone.attention.compressed_len 32 --model.backbone.attention.compression_rate 4"
+    "--model.backbone.attention.compressed_len 32 --model.backbone.attention.compression_rate 4 "
+    "--model.backbone.attention.share_uv false"
 )
 _INFINITE = (
     "stdlib_xl --model.backbone.attention InfiniteAttention --model.backbone.attention.mem_len 64 "
@@ -100,7 +101,8 @@ _SORTING_XL = (
 _SORTING_COMPRESSIVE = (
     "sorting_small_infinite --model.backbone.attention CompressiveAttention "
     "--model.backbone.attention.mem_len 64 --model.backbone.attention.compressed_len 61 "
-    "--model.backbone.attention.compression_rate 4 --model.backbone.attention.chunk_size 64"
+    "--model.backbone.attention.compression_rate 4 --model.backbone.attention.segment_len 1 "
+    "--model.backbone.attention.chunk_size 64"
 )
 _SPARSE = _steps(600, "--trainer.val_check_interval 600")
 _TEXT = _steps(1500, "--trainer.val_check_interval 500")

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lit_effattn.ops.runtime.operators import Operator
+from lit_effattn.ops.runtime.selection import Operator
 from lit_effattn.sequence import accumulator, reads_values
 
 NOWHERE = -(2**30)

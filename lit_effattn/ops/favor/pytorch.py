@@ -11,8 +11,7 @@ from torch import Tensor
 
 from lit_effattn.ops.linear.pytorch import _chunked
 from lit_effattn.ops.recurrent_step import recurrent_step
-from lit_effattn.ops.runtime.operators import Operator, in_form
-from lit_effattn.ops.runtime.selection import Form, by_position, choose_form
+from lit_effattn.ops.runtime.selection import Form, Operator, by_position, choose_form, in_form
 from lit_effattn.sequence import valid_positions
 
 Norms = Literal["gaussian", "sqrt_d"]

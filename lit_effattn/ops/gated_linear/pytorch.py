@@ -30,8 +30,7 @@ from torch import Tensor
 
 from lit_effattn.ops.gated_linear import fla
 from lit_effattn.ops.recurrent_step import recurrent_step
-from lit_effattn.ops.runtime.operators import Operator, in_form
-from lit_effattn.ops.runtime.selection import Form, choose_form
+from lit_effattn.ops.runtime.selection import Form, Operator, choose_form, in_form
 from lit_effattn.sequence import valid_positions
 
 WHAT = "linear attention with decay or the delta rule"

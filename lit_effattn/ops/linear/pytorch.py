@@ -10,8 +10,7 @@ from torch import Tensor
 
 from lit_effattn.ops.gated_linear.pytorch import gated_linear_attention
 from lit_effattn.ops.recurrent_step import recurrent_step
-from lit_effattn.ops.runtime.operators import Operator, in_form
-from lit_effattn.ops.runtime.selection import Form, by_position, choose_form, default_form
+from lit_effattn.ops.runtime.selection import Form, Operator, by_position, choose_form, default_form, in_form
 from lit_effattn.sequence import heads_without_padding
 
 WHAT = "linear attention"

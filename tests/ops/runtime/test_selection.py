@@ -11,7 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lit_effattn.ops.runtime.operators import Operator
+from lit_effattn.ops.runtime.selection import Operator
 
 
 def _forward(x: Tensor, power: int) -> tuple[Tensor, Tensor]:

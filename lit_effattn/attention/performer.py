@@ -137,7 +137,7 @@ class PerformerAttention(Attention):
             else:
                 y, s, z, m = self._sum(q.to(full), k.to(full), v.to(full), valid, *sums)
             length = state.length + (n if lengths is None else lengths)
-            return y.to(v.dtype), state._replace(s=s, z=z, m=m, length=length)
+            return y.to(v.dtype), type(state)(s, z, m, length, *state[4:])  # torch 2.11 does not trace `_replace` here
 
     def _plus_eps(
         self, q: Tensor, k: Tensor, valid: Tensor | None, before: Tensor | None = None

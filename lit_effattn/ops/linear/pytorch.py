@@ -158,6 +158,8 @@ class _Elu(torch.autograd.Function):
 
     @staticmethod
     def forward(x: Tensor) -> Tensor:
+        if torch.compiler.is_compiling():  # PyTorch 2.11 drops the gradient of what is computed in place
+            return x.clamp(max=0).exp() + F.relu(x)
         return x.clamp(max=0).exp_().add_(F.relu(x))
 
     @staticmethod

@@ -387,7 +387,10 @@ def log_decay(raw: Tensor, a_log: Tensor, dt_bias: Tensor) -> Tensor:
     """Return −a softplus(raw + b) of (B, N, H) or, for a decay per channel, (B, N, H, D_qk), in float32 or more."""
     full = accumulator(raw.dtype)
     a = a_log.to(full).exp()  # (H,)
-    return -(a if raw.dim() == 3 else a[:, None]) * F.softplus(raw.to(full) + dt_bias.to(full).view(raw.shape[2:]))
+    shifted = raw.to(full) + dt_bias.to(full).view(raw.shape[2:])
+    # Flat: PyTorch 2.11 compiles softplus' backward pass for other strides than a transposed gradient has.
+    step = F.softplus(shifted.flatten()).view_as(shifted)
+    return -(a if raw.dim() == 3 else a[:, None]) * step
 
 
 def _one_direction_each(t: Tensor | None, x: Tensor, lengths: Tensor | None) -> Tensor | None:

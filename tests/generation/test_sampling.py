@@ -412,7 +412,9 @@ def test_compiled_tokens_from_a_source_are_the_same(monkeypatch: pytest.MonkeyPa
     before = copied(state)
     assert torch.equal(generate(*made, prompt, 6, state=state, temperature=0, compile=True), expected)
     assert_same(state, before)
-    assert copies == [4]  # the tokens, and the number of positions in the stack and in its two layers
+    # The tokens, and the number of positions in the stack and in its two layers. PyTorch 2.11 copies each of the four
+    # caches to itself as well.
+    assert copies == [8 if torch.__version__.startswith("2.11.") else 4]
 
 
 def test_it_is_compiled_once_for_a_number_of_rows(monkeypatch: pytest.MonkeyPatch):

@@ -67,7 +67,8 @@ def test_no_temperature_takes_the_likeliest():
     for u in (0.0, 0.5, 1 - 2**-53):
         uniform = torch.full((2,), u, dtype=torch.float64)
         assert draw(log_probs, uniform, temperature=0).tolist() == [1, 0]
-        assert draw(log_probs, uniform, temperature=1e-4).tolist() == [1, 0]
+        for temperature in (1e-4, 1e-40, 1e-310):
+            assert draw(log_probs, uniform, temperature=temperature).tolist() == [1, 0]
 
 
 def test_top_k_draws_among_the_likeliest():
@@ -584,12 +585,6 @@ def test_log_probabilities_that_are_nan_are_refused(temperature: float):
             draws()
 
 
-def test_the_smallest_temperature_takes_the_likeliest():
-    log_probs = torch.tensor([[0.2, 0.5, 0.3]]).log()
-    for temperature in (1e-310, 1e-40):
-        assert draw(log_probs, torch.tensor([0.1]), temperature=temperature).item() == 1
-
-
 @pytest.mark.parametrize("shape", [(1, 0), (0, 1), (3,)])
 def test_a_prompt_has_rows_and_tokens(shape: tuple[int, ...]):
     made, prompt = parts(), torch.zeros(shape, dtype=torch.long)
@@ -618,17 +613,6 @@ def test_one_value_is_the_same_as_its_fields_as_keywords():
         changed = generate(*made, prompt, 20, sampling=Sampling(**fields), **{name: other})
         assert not torch.equal(changed, expected)
         assert torch.equal(changed, generate(*made, prompt, 20, **{**fields, name: other}))
-
-
-def test_another_seed_is_not_compiled_again(monkeypatch: pytest.MonkeyPatch):
-    by_torch_compile(monkeypatch, "eager")
-    made, prompt, counted = parts(), torch.zeros(2, 1, dtype=torch.long), torch._dynamo.utils.counters["stats"]
-    torch._dynamo.reset()
-    generate(*made, prompt, 3, sampling=Sampling(seed=1, compile=True))
-    compiled = counted["unique_graphs"]
-    assert compiled
-    generate(*made, prompt, 3, sampling=Sampling(seed=2, compile=True))
-    assert counted["unique_graphs"] == compiled
 
 
 # ------------------------------------------------------------------------------------------------------- many prompts

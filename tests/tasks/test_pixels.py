@@ -85,23 +85,6 @@ def test_the_first_dimension_may_be_left_out():
     torch.testing.assert_close(rest(batch), full.nll(batch)[:, 1:].mean(1) / math.log(2))
 
 
-@pytest.mark.parametrize("attention", KINDS)
-@torch.no_grad()
-def test_no_pixel_sees_itself_or_the_future(attention: str):
-    made = model(attention=KINDS[attention])
-    image = images(1)
-    seen: list[torch.Tensor] = []
-    made.backbone.register_forward_hook(lambda module, args, out: seen.append(out[0]))
-    made.nll(image)
-    for t in range(6):
-        changed = image.clone()
-        changed[0, t] = (image[0, t] + 1) % LEVELS
-        made.nll(changed)
-        differs = (seen[-1] != seen[0]).any(-1)[0].tolist()
-        assert not any(differs[: t + 1]), t
-        assert all(differs[t + 1 :]), t  # but all the past
-
-
 def test_training_sees_what_is_scored():
     made = model().train()
     batch = images(3)

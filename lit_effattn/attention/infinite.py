@@ -233,8 +233,10 @@ class InfiniteAttention(TransformerXLAttention):
             far, after = self.long_term(x, written, before, seen, delay=self._delay, training=self.training)
             y = y + far
         memory = newest(inputs, m + seen, self._reach, dim=1).to(before.inputs.dtype)
+        _, coefficients, histogram, counter, _, loss = after
         # PyTorch 2.11 does not trace `_replace` here.
-        return without_padding(y, lengths), InfiniteMemory(memory, *after[1:4], before.length + seen, after.loss)
+        after = InfiniteMemory(memory, coefficients, histogram, counter, before.length + seen, loss)
+        return without_padding(y, lengths), after
 
     def _short_term(self, x: Tensor, inputs: Tensor, length: Tensor) -> Tensor:
         """Attend directly to the inputs x_{b(t)}, …, x_t: (B, N, E), (B, M + N, E) -> (B, H, N, D)."""

@@ -137,7 +137,10 @@ class PerformerAttention(Attention):
             else:
                 y, s, z, m = self._sum(q.to(full), k.to(full), v.to(full), valid, *sums)
             length = state.length + (n if lengths is None else lengths)
-            return y.to(v.dtype), type(state)(s, z, m, length, *state[4:])  # torch 2.11 does not trace `_replace` here
+            after = PerformerState(s, z, m, length, state.drawn)  # PyTorch 2.11 does not trace `_replace` here
+            if isinstance(state, StabilisedPerformerState):
+                return y.to(v.dtype), StabilisedPerformerState(*after, state.top)
+            return y.to(v.dtype), after
 
     def _plus_eps(
         self, q: Tensor, k: Tensor, valid: Tensor | None, before: Tensor | None = None

@@ -629,7 +629,7 @@ _donated = _Donated()
 
 
 @contextmanager
-def donated() -> Iterator[None]:
+def donated(is_donated: bool = True) -> Iterator[None]:
     """Donate every state passed to a module inside the context.
 
     A donated state may be overwritten in place and must not be used again. A key/value cache is then written in place;
@@ -639,7 +639,7 @@ def donated() -> Iterator[None]:
     after it, if the state has a field `length`. Compiled calls are not checked, and copies are other states (those of
     `select` and `detach` too).
     """
-    before, _donated.now = _donated.now, True
+    before, _donated.now = _donated.now, is_donated
     try:
         yield
     finally:

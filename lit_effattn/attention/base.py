@@ -5,20 +5,19 @@ from __future__ import annotations
 import math
 from abc import abstractmethod
 from collections.abc import Callable, Mapping
-from itertools import pairwise
 from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from lit_effattn.attention.kv_cache import latest
 from lit_effattn.attention.multi_head import MultiHead
 from lit_effattn.attention.positions import RotaryPositions
 from lit_effattn.sequence import (
     State,
     accumulator,
-    check_starts,
-    first_positions,
+    donated,
     heads_without_padding,
     parts,
     valid_lengths,
@@ -76,6 +75,9 @@ class Attention(MultiHead):
 
     dropout: float
     """Probability with which an attention weight is dropped in training."""
+
+    _weighs = False
+    """Whether `attention_weights` calls `attend`."""
 
     shared: tuple[str, ...] = ()
     """Names of the parameters that all layers of a `Transformer` share."""
@@ -212,8 +214,9 @@ class Attention(MultiHead):
     def attention_weights(self, x: Tensor, state: State | None = None, lengths: Tensor | None = None) -> Tensor:
         """Return the weight that each position of `x` gives to each key in `forward`, without dropout.
 
-        For inspection, not for training: time and memory O(N M) whatever the kind, and no gradient. `state` is not
-        changed. The arguments are those of `forward`.
+        The heads' outputs are linear in the values, so `attend` with unit vectors as values gives the weights of D keys
+        at a time. For inspection, not for training: time O(N M) or more whatever the kind, and no gradient. `state` is
+        not changed. The arguments are those of `forward`.
 
         Returns:
             (B, H, N, M), in float32 or more. The last N columns are the positions of `x`. The M − N columns before
@@ -222,70 +225,58 @@ class Attention(MultiHead):
             padding are 0. A kind with other columns, or whose weights do not sum to 1, says so.
 
         Raises:
-            NotImplementedError: If the kind defines no weights.
+            NotImplementedError: If the kind's state has other fields than `unit_values` knows.
             ValueError: If an argument is invalid: see `check`.
         """
         self.check(x, state, lengths)
         q, k, _ = self.project(without_padding(x, lengths))
-        q, k = self._turned(q, k, None if state is None else state.length)
-        full = accumulator(q.dtype)
-        with torch.autocast(x.device.type, enabled=False):
-            weights = self.compute_weights(q.to(full), k.to(full), state, lengths)
-        return heads_without_padding(weights, lengths)
+        return self._weights(*self._turned(q, k, None if state is None else state.length), state, lengths)
 
-    @torch.no_grad()
-    def packed_weights(
-        self, x: Tensor, starts: Tensor, state: State | None = None, lengths: Tensor | None = None
-    ) -> Tensor:
-        """Return the `attention_weights` of rows that hold several sequences, (B, H, N, M): see `sequence.packed`.
+    def _weights(self, q: Tensor, k: Tensor, state: State | None, lengths: Tensor | None) -> Tensor:
+        """Return `attention_weights` of queries and keys as `attend` takes them."""
+        full, d, n = accumulator(q.dtype), self.head_dim, q.size(2)
+        units = {} if state is None else self.unit_values(state)
+        m = max((unit.size(-1) for unit in units.values()), default=0)
+        units["x"] = torch.eye(n, dtype=torch.bool, device=q.device)
+        weights, self._weighs = [], True
+        try:
+            with torch.autocast(q.device.type, enabled=False), donated(False):
+                for start in range(0, m + n, d):
+                    values = {}
+                    for name, unit in units.items():
+                        shape = (*(k if name == "x" else getattr(state, name)).shape[:-1], d)
+                        padded = F.pad(unit, (m, 0) if name == "x" else (0, n))[..., start : start + d].to(full)
+                        values[name] = F.pad(padded, (0, d - padded.size(-1))).expand(shape)
+                    v = values.pop("x")
+                    before = None if state is None else state._replace(**values)
+                    weights.append(self.attend(q.to(full), k.to(full), v, before, lengths)[0])
+        finally:
+            self._weighs = False
+        return heads_without_padding(torch.cat(weights, -1)[..., : m + n], lengths)
 
-        A position gives weight to its own sequence alone. Columns are those of `attention_weights`; those before `x`
-        have weights in the positions before a row's first start.
+    def unit_values(self, state: State) -> dict[str, Tensor]:
+        """Return values with which `attend` gives the weights of M columns before the call's positions.
 
-        Args:
-            x: As in `forward`.
-            starts: (B, N) booleans, True where a sequence begins.
-            state: As in `forward`.
-            lengths: As in `forward`.
+        Known are a `Cache`, and sums `s` of values with sums `z` of their weights, which have one column in all.
 
-        Raises:
-            NotImplementedError: If the kind defines no weights, or the columns of a sequence are not its positions.
-            ValueError: If an argument is invalid.
+        Returns:
+            For each field of `state` that holds values a tensor that broadcasts to (B, H, slots, M).
         """
-        self.check(x, state, lengths)
-        check_starts(type(self).__name__, starts, x)
-        n, ends = x.size(1), valid_lengths(lengths, x)
-        begins = [row.nonzero()[:, 0].tolist() for row in first_positions(starts, lengths)]
-        cuts = [[*row, end] for row, end in zip(begins, ends.tolist(), strict=True)]
-        first = torch.tensor([cut[1] for cut in cuts], device=x.device)  # (B,), positions of each row's first piece
-        longest = max(1, int(first.max()))
-        if state is not None:
-            state = self.reset(state, starts[:, 0] & (first > 0))
-        of_first = self.attention_weights(x[:, :longest], state, first)
-        m = of_first.size(-1) - longest
-        weights = of_first.new_zeros(*of_first.shape[:2], n, m + n)
-        weights[:, :, :longest, : m + longest] = of_first
-        are_positions = state is not None or m == 0
-        for row, cut in enumerate(cuts):
-            for begin, end in pairwise(cut[1:]):
-                piece = self.attention_weights(x[row : row + 1, begin:end])
-                if are_positions := are_positions and piece.size(-1) == end - begin:
-                    weights[row, :, begin:end, m + begin : m + end] = piece[0]
-        if not are_positions:
+        if hasattr(state, "z"):
+            return {"s": state.z[..., None]}
+        if not hasattr(state, "values"):
             raise NotImplementedError(
-                f"{type(self).__name__}: a sequence's weights have other columns than its positions; call "
-                "attention_weights for each sequence"
+                f"{type(self).__name__} defines no attention weights with a state; it does not override `unit_values`"
             )
-        return weights
+        length, slots = state.length, state.values.size(2)
+        m = int(length.max()) if self._reach is None else min(int(length.max()), self._reach)
+        column = latest(length, slots) - length[:, None] + m  # (B, slots), negative where no later position sees it
+        return {"values": (column[..., None] == torch.arange(m, device=column.device))[:, None]}
 
-    def compute_weights(self, q: Tensor, k: Tensor, state: State | None, lengths: Tensor | None) -> Tensor:
-        """Return the weights of `attention_weights`, (B, H, N, M), any values in rows of padding.
-
-        A kind that has weights overrides this method. The arguments are those of `attend`, in float32 or more.
-        """
-        raise NotImplementedError(
-            f"{type(self).__name__} defines no attention weights; it does not override `compute_weights`"
-        )
+    @property
+    def _reach(self) -> int | None:
+        """The number of earlier positions that a position may see, or None: all."""
+        return None
 
     def normalise_with(self, norm: nn.Module) -> None:
         """Apply `norm` to all inputs, to remembered ones again in each call. `forward` then takes inputs without it.
@@ -307,27 +298,10 @@ class Attention(MultiHead):
         """The option that has an effect only after `normalise_with`, "" for none."""
         return ""
 
-    def _order(
-        self, n: int, m: int, state: State | None, lengths: Tensor | None, device: torch.device
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the positions of N queries, and of the keys of M positions before them and their own.
-
-        Returns:
-            The queries' positions (B or 1, N, 1), the keys' positions (B or 1, 1, M + N), and whether a key exists and,
-            if causal, is not after the query, (B or 1, N or 1, M + N).
-        """
-        j = torch.arange(-m, n, device=device)[None, None]  # (1, 1, M + N)
-        if state is not None:
-            j = j + state.length[:, None, None]  # (B, 1, M + N)
-        i = j[..., m:].mT  # (B or 1, N, 1)
-        if self.causal:
-            return i, j, (j >= 0) & (j <= i)
-        return i, j, torch.ones_like(j, dtype=torch.bool) if lengths is None else j < lengths[:, None, None]
-
     @property
     def _dropout_now(self) -> float:
         """Return the present probability of dropout: 0 in evaluation."""
-        return self.dropout if self.training else 0.0
+        return self.dropout if self.training and not self._weighs else 0.0
 
     def _for_all_heads(self, t: Tensor) -> Tensor:
         """Repeat keys or values for the queries' heads that share them: (B, H_kv, M, D) -> (B, H, M, D)."""
@@ -342,11 +316,6 @@ class Attention(MultiHead):
 def _normalised(norm: nn.RMSNorm, x: Tensor) -> Tensor:
     """Normalise `x` in the type of the gain, which autocast does not lower."""
     return norm(x.to(norm.weight.dtype)).to(x.dtype)
-
-
-def softmax_over(scores: Tensor, seen: Tensor) -> Tensor:
-    """Return the softmax of `scores` (B, H, N, M) over the keys where `seen` is True, and 0 elsewhere."""
-    return scores.masked_fill(~seen, -torch.inf).softmax(-1).masked_fill(~seen, 0)
 
 
 AttentionFactory = Callable[[int, int, bool], Attention]

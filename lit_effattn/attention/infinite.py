@@ -10,9 +10,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lit_effattn.attention.kv_cache import newest
+from lit_effattn.attention.kv_cache import newest, slots_used
 from lit_effattn.attention.long_term_memory import InfiniteMemory, LongTermMemory, Sampling, whole_segments
-from lit_effattn.attention.transformer_xl import TransformerXLAttention, slots_used
+from lit_effattn.attention.transformer_xl import TransformerXLAttention
 from lit_effattn.checks import at_least
 from lit_effattn.ops.continuous import Grid, gaussian
 from lit_effattn.ops.relative import furthest, relative_attention, relative_shift

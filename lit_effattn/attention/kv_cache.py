@@ -2,13 +2,93 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from lit_effattn.sequence import may_overwrite, reads_values, valid_positions
+
+
+class Cache(NamedTuple):
+    """The newest keys and values: slot t mod M holds position t. Slots without a position are undefined."""
+
+    keys: Tensor  # (B, H_kv, M, D_qk)
+    values: Tensor  # (B, H_kv, M, D)
+    length: Tensor  # (B,), positions seen in all
+
+
+class FixedCache(Cache):
+    """A `Cache` whose number of slots is final, because it was made with `max_len`."""
+
+
+def attend_window(
+    see: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor, state: Cache | None, seen: Tensor, window: int
+) -> tuple[Tensor, Cache]:
+    """Attend to the `window` newest keys, and keep those that later positions may see.
+
+    Args:
+        see: Computes the outputs from queries (B, H, N, D), keys and values (B, H_kv, M + N, D), and `past`, the number
+            of valid earlier keys (B,), or None: see `windowed_attention`.
+        q: (B, H, N, D).
+        k: (B, H_kv, N, D).
+        v: (B, H_kv, N, D).
+        state: State before the first position, or None. Fewer slots than `window` must hold all positions.
+        seen: (B,), valid positions.
+        window: Number of keys that a position sees, its own included.
+    """
+    if state is None:
+        length, slots = torch.zeros_like(seen), window
+        return see(q, k, v, past=None), Cache(*(in_slots(t, 0, length, seen, slots) for t in (k, v)), seen)
+    slots, length = state.keys.size(2), state.length
+    if slots < window:
+        check_room(slots, length, seen)
+    m = slots_used(length, min(slots, window - 1))
+    keys, values = (with_earlier(t, new, length, m) for t, new in zip(state[:2], (k, v), strict=True))
+    y = see(q, keys, values, past=length.clamp(max=m))
+    keys, values = (in_slots(t, m, length, seen, slots).to(state.keys.dtype) for t in (keys, values))
+    return y, type(state)(keys, values, length + seen)
+
+
+def write_one(state: Cache, k: Tensor, v: Tensor, lengths: Tensor | None) -> Cache:
+    """Write one position to its slot, over the oldest; `lengths` (B,), or None, are 0 where it is padding."""
+    slots = (state.length % state.keys.size(2))[:, None]
+    valid = None if lengths is None else lengths[:, None] > 0
+    keys, values = (write(t, slots, new, valid) for t, new in zip(state[:2], (k, v), strict=True))
+    return type(state)(keys, values, state.length + (1 if lengths is None else lengths))
+
+
+def with_earlier(stored: Tensor, new: Tensor, length: Tensor, m: int) -> Tensor:
+    """Return the M positions before each row's `length` (B,) and the new ones (B, H, N, D): (B, H, M + N, D)."""
+    position = length[:, None] + torch.arange(-m, 0, device=new.device)  # (B, M)
+    return torch.cat([gather(stored, position % stored.size(2)).to(new.dtype), new], 2)
+
+
+def in_slots(t: Tensor, m: int, length: Tensor, seen: Tensor, slots: int) -> Tensor:
+    """Return the newest of M positions before each row's `length` and (B,) `seen` ones after, in slots t mod `slots`.
+
+    A slot whose position is not in `t` (B, H, M + N, D) holds any.
+    """
+    return gather(t, latest(length + seen, slots) - length[:, None] + m)
+
+
+def slots_used(length: Tensor, slots: int) -> int:
+    """Return how many of `slots` any row has filled, or `slots` where reading values is not free."""
+    return min(slots, int(length.max())) if reads_values(length) else slots
+
+
+def newer_of_both(before: Cache, after: Cache) -> Cache:
+    """Return the cache of both, where `after` was made from an empty one of as many slots."""
+    slots, length = before.keys.size(2), before.length + after.length
+    index = latest(length, slots) - before.length[:, None]  # (B, M), negative for a position of `before`
+    is_new = (index >= 0)[:, None, :, None]
+    keys, values = (
+        torch.where(is_new, gather(new, index % slots), old.to(new.dtype))
+        for old, new in zip(before[:2], after[:2], strict=True)
+    )
+    return type(before)(keys, values, length)
 
 
 def append(

@@ -16,7 +16,6 @@ from lit_effattn.ops.linear.pytorch import (
     key_sums,
     linear_attention,
     linear_attention_step,
-    linear_attention_weights,
 )
 from lit_effattn.sequence import accumulator, heads_without_padding, may_overwrite, valid_lengths
 
@@ -118,13 +117,3 @@ class LinearAttention(Attention):
     def combine_states(self, before: LinearState, after: LinearState) -> LinearState:
         """Add the sums: see `Attention.combine_states`."""
         return LinearState(before.s + after.s, before.z + after.z, before.length + after.length)
-
-    def compute_weights(self, q: Tensor, k: Tensor, state: LinearState | None, lengths: Tensor | None) -> Tensor:
-        """Return φ(q_i)ᵀφ(k_j) / (φ(q_i)ᵀz_i + ε): see `Attention.compute_weights`.
-
-        The state holds no single keys. With a state M = 1 + N: the first column is the weight of all earlier positions
-        together. The rows sum to 1 but for ε.
-        """
-        before = None if state is None else state.z.to(q.dtype)
-        features = self._features(q, k, lengths)
-        return linear_attention_weights(*features, before, causal=self.causal, eps=self.feature_map.eps)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import ClassVar, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from lit_effattn.attention.base import Attention
@@ -18,9 +17,7 @@ from lit_effattn.ops.lsh import (
     hash_buckets,
     ranked_chunks,
     recent_of,
-    rows,
     sorted_chunks,
-    weights_by_places,
 )
 from lit_effattn.sequence import accumulator, may_overwrite, valid_lengths, valid_positions, without_padding
 
@@ -37,16 +34,8 @@ class LSHCache(NamedTuple):
     length: Tensor  # (B,)
 
 
-class FixedLSHCache(NamedTuple):
-    """An `LSHCache` with a fixed number of slots M."""
-
-    shared: Tensor  # (B, H, M, D)
-    values: Tensor  # (B, H, M, D)
-    places: Tensor  # (B, H, M, R)
-    recent: Tensor  # (B, H, R, n_buckets · 2C)
-    counts: Tensor  # (B, H, R, n_buckets)
-    drawn: Tensor  # (B,)
-    length: Tensor  # (B,)
+class FixedLSHCache(LSHCache):
+    """An `LSHCache` whose number of slots is final, because it was made with `max_len`."""
 
 
 class LSHAttention(Attention):
@@ -114,8 +103,8 @@ class LSHAttention(Attention):
         self.register_buffer("draws", torch.zeros((), dtype=torch.long))
 
     def attend(
-        self, q: Tensor, k: Tensor, v: Tensor, state: LSHCache | FixedLSHCache | None, lengths: Tensor | None
-    ) -> tuple[Tensor, LSHCache | FixedLSHCache | None]:
+        self, q: Tensor, k: Tensor, v: Tensor, state: LSHCache | None, lengths: Tensor | None
+    ) -> tuple[Tensor, LSHCache | None]:
         """Combine the shared vectors (`q` and `k` are the same) and the values: see `Attention.attend`."""
         with torch.autocast(q.device.type, enabled=False):
             full = accumulator(q.dtype)
@@ -128,8 +117,8 @@ class LSHAttention(Attention):
             return y.to(v.dtype), None
 
     def _attend_causal(
-        self, x: Tensor, v: Tensor, state: LSHCache | FixedLSHCache | None, buckets: Tensor, lengths: Tensor | None
-    ) -> tuple[Tensor, LSHCache | FixedLSHCache]:
+        self, x: Tensor, v: Tensor, state: LSHCache | None, buckets: Tensor, lengths: Tensor | None
+    ) -> tuple[Tensor, LSHCache]:
         b, _, n, _ = x.shape
         seen = valid_lengths(lengths, x, 2)
         drawn = self.draws.repeat(b)
@@ -143,7 +132,7 @@ class LSHAttention(Attention):
         before = self._counts(state)
         chunks, ranks, first, counts = ranked_chunks(buckets, self.n_buckets, self.chunk_size, before)
         old, new = (state.shared, state.values, state.places), (x, v, chunks.places)
-        shared, values, places = append(old, new, state.length, lengths, grows=isinstance(state, LSHCache))
+        shared, values, places = append(old, new, state.length, lengths, grows=not isinstance(state, FixedLSHCache))
         positions = state.recent.unflatten(-1, (self.n_buckets, -1))  # (B, H, R, n_buckets, 2C)
         if n == 1:
             bucket = buckets.clamp(max=self.n_buckets - 1)  # (B, H, R, 1)
@@ -184,7 +173,7 @@ class LSHAttention(Attention):
         write = Tensor.scatter_reduce_ if may_overwrite() else Tensor.scatter_reduce
         return write(recent, -1, index, positions, "amax")
 
-    def _counts(self, state: LSHCache | FixedLSHCache) -> Tensor:
+    def _counts(self, state: LSHCache) -> Tensor:
         """Return the positions in each bucket, (B, H, R, n_buckets). Those hashed under other rotations are in none."""
         return state.counts.masked_fill((state.drawn != self.draws)[:, None, None, None], 0)
 
@@ -203,9 +192,7 @@ class LSHAttention(Attention):
         """The state grows with every position, and no option bounds it."""
         return ""
 
-    def empty_state(
-        self, batch_size: int, max_len: int | None, device: torch.device, dtype: torch.dtype
-    ) -> LSHCache | FixedLSHCache:
+    def empty_state(self, batch_size: int, max_len: int | None, device: torch.device, dtype: torch.dtype) -> LSHCache:
         """Return an empty cache: see `MultiHead.empty_state`."""
 
         def empty(*shape: int, dtype: torch.dtype = torch.long) -> Tensor:
@@ -222,40 +209,8 @@ class LSHAttention(Attention):
             empty(),
         )
 
-    def compute_weights(
-        self, q: Tensor, k: Tensor, state: LSHCache | FixedLSHCache | None, lengths: Tensor | None
-    ) -> Tensor:
-        """Return the softmax over P_i, the union of what the rounds see: see `Attention.compute_weights`."""
-        n, m = q.size(2), 0 if state is None else int(state.length.max())
-        buckets = self._buckets(q, lengths)
-        _, _, seen = self._order(n, m, state, lengths, q.device)
-        seen = seen[:, None]  # (B or 1, 1, N or 1, M + N)
-        if not self.causal:
-            places = sorted_chunks(buckets, self.n_buckets, self.chunk_size).places
-        elif state is None:
-            places = ranked_chunks(buckets, self.n_buckets, self.chunk_size).chunks.places
-        else:
-            before = self._counts(state)
-            places = ranked_chunks(buckets, self.n_buckets, self.chunk_size, before).chunks.places
-            slot = (state.length[:, None] + torch.arange(-m, 0, device=q.device)).clamp(min=0)  # (B, M)
-            slot = slot[:, None].expand(-1, self.n_heads, -1)  # (B, H, M)
-            k = torch.cat([rows(state.shared, slot).to(k.dtype), k], 2)  # (B, H, M + N, D)
-            places = torch.cat([rows(state.places, slot), places], 2)  # (B, H, M + N, R)
-            seen = seen & F.pad(self._within_reach(state, before, m), (0, n), value=True)[:, :, None]
-        return weights_by_places(q, k, places, seen, self.n_buckets)
-
-    def _within_reach(self, state: LSHCache | FixedLSHCache, counts: Tensor, m: int) -> Tensor:
-        """Return which of each row's newest M positions later ones may see in some round, (B, H, M)."""
-        recent = recent_of(state.recent.unflatten(-1, (self.n_buckets, -1)), counts)
-        index = recent.positions - state.length[:, None, None, None, None] + m
-        index = torch.where(recent.seen, index, m).flatten(2)  # (B, H, R · n_buckets · 2C)
-        mask = index.new_zeros(*index.shape[:2], m + 1, dtype=torch.bool)
-        return mask.scatter_(2, index, True)[..., :m]
-
     @torch.no_grad()
-    def attention_buckets(
-        self, x: Tensor, state: LSHCache | FixedLSHCache | None = None, lengths: Tensor | None = None
-    ) -> Tensor:
+    def attention_buckets(self, x: Tensor, state: LSHCache | None = None, lengths: Tensor | None = None) -> Tensor:
         """Return h_r(x_j), the bucket of each position of `x` in each round: (B, H, R, N), `n_buckets` in padding.
 
         The arguments are those of `attention_weights`.

@@ -9,8 +9,8 @@ from torch import Tensor
 
 from lit_effattn.attention.base import Attention
 from lit_effattn.attention.random_features import NOTHING_SEEN, Features, FeatureSums, RandomFeatures
-from lit_effattn.ops.favor.pytorch import Norms, causal_favor, favor_step, log_products, positive_favor
-from lit_effattn.ops.linear.pytorch import causal_linear_attention, linear_attention_step, linear_attention_weights
+from lit_effattn.ops.favor.pytorch import Norms, causal_favor, favor_step, positive_favor
+from lit_effattn.ops.linear.pytorch import causal_linear_attention, linear_attention_step
 from lit_effattn.sequence import accumulator, may_overwrite, reads_values, valid_lengths, valid_positions
 
 
@@ -228,31 +228,6 @@ class PerformerAttention(Attention):
         """See `MultiHead.keep_heads`."""
         super().keep_heads(rank, size)
         self.feature_map.heads = self.heads
-
-    def compute_weights(self, q: Tensor, k: Tensor, state: Sums | None, lengths: Tensor | None) -> Tensor:
-        """Return φ(q_i)ᵀφ(k_j) / φ(q_i)ᵀz_i, with this module's features: see `Attention.compute_weights`.
-
-        The state holds no single keys. With a state M = 1 + N: the first column is the weight of all earlier positions
-        together, 0 if the features have been redrawn since. Trigonometric features may give negative weights.
-        """
-        n = q.size(2)
-        valid = None if lengths is None else valid_positions(lengths, n)[:, None]  # (B, 1, N)
-        before = None if state is None else self._current(state)
-        if self.feature_map.stabilised:
-            top = before.top.to(q.dtype) if isinstance(before, StabilisedPerformerState) else None
-            q, k, _ = self._plus_eps(q, k, valid, top)
-        else:
-            q, k = self._features(q, k, valid)
-        if not self.feature_map.in_log_space:
-            z = None if before is None else before.z.to(q.dtype)
-            return linear_attention_weights(q, k, z, causal=self.causal, eps=NOTHING_SEEN)
-        scores = log_products(q, k)  # (B, H, N, N)
-        if self.causal:
-            scores = scores.masked_fill(scores.new_ones(n, n, dtype=torch.bool).triu(1), -torch.inf)
-        if before is not None:
-            earlier = (before.m + before.z.log()).to(q.dtype)[:, :, None]  # (B, H, 1, F)
-            scores = torch.cat([log_products(q, earlier), scores], -1)  # (B, H, N, 1 + N)
-        return scores.softmax(-1)
 
 
 def _rescaled(state: Sums, m: Tensor) -> tuple[Tensor, Tensor]:

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from lit_effattn.attention.softmax import SoftmaxAttention
 from lit_effattn.checks import at_least
-from lit_effattn.ops.shaw import shaw_attention, shaw_scores
+from lit_effattn.ops.shaw import shaw_attention
 from lit_effattn.ops.window import untiled, window_tiles
 from lit_effattn.sequence import accumulator
 
@@ -84,18 +84,16 @@ class ShawAttention(SoftmaxAttention):
     def _relative(self, q: Tensor, k: Tensor, v: Tensor, distance: Tensor, mask: Tensor | None) -> Tensor:
         with torch.autocast(q.device.type, enabled=False):
             full = accumulator(q.dtype)
+            table = self.value_table.to(full)
             y = shaw_attention(
                 q.to(full),
                 k.to(full),
                 v.to(full),
                 distance,
                 self.key_table.to(full),
-                self.value_table.to(full),
+                torch.zeros_like(table) if self._weighs else table,
                 max_distance=self.max_distance,
                 mask=mask,
                 dropout=self._dropout_now,
             )
             return y.to(v.dtype)
-
-    def _scores(self, q: Tensor, k: Tensor, distance: Tensor) -> Tensor:
-        return shaw_scores(q, k, distance, self.key_table.to(q.dtype), max_distance=self.max_distance)[0]

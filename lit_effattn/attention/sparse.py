@@ -10,13 +10,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lit_effattn.attention.base import Attention, softmax_over
-from lit_effattn.attention.kv_cache import append, check_room, write
-from lit_effattn.attention.softmax import FixedCache, KeyValueCache, WindowCache, attend_window, earlier_keys
+from lit_effattn.attention.base import Attention
+from lit_effattn.attention.kv_cache import Cache, FixedCache, append, attend_window, check_room, write
 from lit_effattn.checks import at_least, probabilities
 from lit_effattn.ops.sparse import fixed_attention, gather_rows, strided_attention, summary_positions
 from lit_effattn.ops.window import windowed_attention
-from lit_effattn.sequence import may_overwrite, reads_values, valid_lengths, valid_positions
+from lit_effattn.sequence import may_overwrite, reads_values, valid_lengths, without_padding
 
 Pattern = Literal["strided", "fixed"]
 Combination = Literal["merged", "heads", "local", "distant"]
@@ -32,17 +31,11 @@ class SummaryCache(NamedTuple):
     length: Tensor  # (B,)
 
 
-class FixedSummaryCache(NamedTuple):
-    """A `SummaryCache` with a fixed number of slots."""
-
-    block_keys: Tensor  # (B, H_local, stride, D_qk)
-    block_values: Tensor  # (B, H_local, stride, D)
-    summary_keys: Tensor  # (B, H_distant, blocks · summary, D_qk)
-    summary_values: Tensor  # (B, H_distant, blocks · summary, D)
-    length: Tensor  # (B,)
+class FixedSummaryCache(SummaryCache):
+    """A `SummaryCache` whose number of slots is final, because it was made with `max_len`."""
 
 
-SparseState = KeyValueCache | FixedCache | WindowCache | SummaryCache | FixedSummaryCache
+SparseState = Cache | SummaryCache
 
 
 class SparseAttention(Attention):
@@ -59,7 +52,7 @@ class SparseAttention(Attention):
     Without `causal`, j ≤ i is dropped and strided local is |i − j| < l, so the pattern extends to both sides.
 
     Time and memory O(N (l + N/l)) strided, O(N (l + c N/l)) fixed: O(N √N) for l = √N, training included. State:
-    all keys and values if strided (local alone: the newest l − 1); the current block and the summary columns if fixed.
+    all keys and values if strided (local alone: the newest l); the current block and the summary columns if fixed.
     If the state is made with `max_len` and donated, one more position costs O(l + N/l) or O(l + c N/l). A state that
     grows is copied at each call. With the fixed pattern it grows by whole blocks: except on the CPU, each call that
     continues it waits for the device. Splitting a stream changes nothing; the pattern follows each row's position.
@@ -164,13 +157,13 @@ class SparseAttention(Attention):
                 return self._see(q, k, v, lengths=lengths), None
             seen = valid_lengths(lengths, q, 2)
             if self.pattern == "fixed":
-                assert state is None or isinstance(state, SummaryCache | FixedSummaryCache)
+                assert state is None or isinstance(state, SummaryCache)
                 return self._attend_fixed(q, k, v, state, seen, lengths)
             if self.combine == "local":
-                assert state is None or isinstance(state, WindowCache)
+                assert state is None or isinstance(state, Cache)
                 see = partial(windowed_attention, window=self.stride, dropout=self._dropout_now)
                 return attend_window(see, q, k, v, state, seen, self.stride)
-            assert state is None or isinstance(state, KeyValueCache | FixedCache)
+            assert state is None or isinstance(state, Cache)
             return self._attend_strided(q, k, v, state, seen, lengths)
 
     def _see(self, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
@@ -197,14 +190,14 @@ class SparseAttention(Attention):
         q: Tensor,
         k: Tensor,
         v: Tensor,
-        state: KeyValueCache | FixedCache | None,
+        state: Cache | None,
         seen: Tensor,
         lengths: Tensor | None,
-    ) -> tuple[Tensor, KeyValueCache | FixedCache]:
+    ) -> tuple[Tensor, Cache]:
         """Attend in the strided pattern. The state holds all keys and values."""
         if state is None:
-            return self._see(q, k, v), KeyValueCache(k, v, seen)
-        grows = isinstance(state, KeyValueCache)
+            return self._see(q, k, v), Cache(k, v, seen)
+        grows = not isinstance(state, FixedCache)
         keys, values = append((state.keys, state.values), (k, v), state.length, lengths, grows=grows)
         after = type(state)(keys, values, state.length + seen)
         if reads_values(state.length):
@@ -218,14 +211,14 @@ class SparseAttention(Attention):
         q: Tensor,
         k: Tensor,
         v: Tensor,
-        state: SummaryCache | FixedSummaryCache | None,
+        state: SummaryCache | None,
         seen: Tensor,
         lengths: Tensor | None,
-    ) -> tuple[Tensor, SummaryCache | FixedSummaryCache]:
+    ) -> tuple[Tensor, SummaryCache]:
         """Attend in the fixed pattern. The state holds the current block and the summary columns."""
         start = None if state is None else state.length
         before = self.initial_state(q.size(0), device=q.device, dtype=k.dtype) if state is None else state
-        assert isinstance(before, SummaryCache | FixedSummaryCache)
+        assert isinstance(before, SummaryCache)
         cache = self._with_room(before, q.size(2), seen, begun=state is not None)
         summary = [
             _with_summaries(stored, new[:, self._distant], before.length, lengths, self.stride, self._columns)
@@ -245,9 +238,7 @@ class SparseAttention(Attention):
         """Return the summary columns of the heads that see them, (H_distant or 1, c)."""
         return self.columns[self._distant] if self.num_verts > 1 else self.columns
 
-    def _with_room(
-        self, cache: SummaryCache | FixedSummaryCache, n: int, seen: Tensor, *, begun: bool
-    ) -> SummaryCache | FixedSummaryCache:
+    def _with_room(self, cache: SummaryCache, n: int, seen: Tensor, *, begun: bool) -> SummaryCache:
         """Add summary slots for `n` more positions, or check that there are enough for the (B,) `seen` ones of them.
 
         `begun` is False if the cache holds no positions yet.
@@ -298,21 +289,12 @@ class SparseAttention(Attention):
         every = slice(0, self.n_heads)
         if self.pattern == "fixed":
             slots = -(-(max_len or 0) // self.stride) * self.summary
-            kind = SummaryCache if max_len is None else FixedSummaryCache
-            return kind(*empty(self._local, self.stride), *empty(self._distant, slots), length)
+            summaries = SummaryCache if max_len is None else FixedSummaryCache
+            return summaries(*empty(self._local, self.stride), *empty(self._distant, slots), length)
+        kind = Cache if max_len is None else FixedCache
         if self.combine == "local":
-            return WindowCache(*empty(every, self.stride - 1), length)
-        if max_len is None:
-            return KeyValueCache(*empty(every, 0), length)
-        return FixedCache(*empty(every, max_len), length)
-
-    def compute_weights(self, q: Tensor, k: Tensor, state: SparseState | None, lengths: Tensor | None) -> Tensor:
-        """Return the softmax over A_i: see `Attention.compute_weights`."""
-        if state is not None:
-            k = torch.cat([self._earlier_keys(state).to(k.dtype), k], 2)  # (B, H, M + N, D_qk)
-        n = q.size(2)
-        seen = self._seen(n, k.size(2) - n, state, lengths, q.device)
-        return softmax_over(q @ k.mT * self.qk_dim**-0.5, seen)
+            return kind(*empty(every, self.stride if max_len is None else min(self.stride, max_len)), length)
+        return kind(*empty(every, max_len or 0), length)
 
     @torch.no_grad()
     def attention_pattern(self, x: Tensor, state: SparseState | None = None, lengths: Tensor | None = None) -> Tensor:
@@ -327,47 +309,25 @@ class SparseAttention(Attention):
             ValueError: If an argument is invalid: see `check`.
         """
         self.check(x, state, lengths)
-        m = 0 if state is None else self._earlier_keys(state).size(2)
-        seen = self._seen(x.size(1), m, state, lengths, x.device).expand(len(x), -1, -1, -1)
-        return seen if lengths is None else seen & valid_positions(lengths, x.size(1))[:, None, :, None]
+        q, k, _ = self.project(without_padding(x, lengths))
+        return self._weights(torch.zeros_like(q), k, state, lengths) > 0  # equal scores: each key seen has a weight
 
-    def _seen(self, n: int, m: int, state: SparseState | None, lengths: Tensor | None, device: torch.device) -> Tensor:
-        """Return whether each of N positions sees a key of M earlier ones and their own, (B or 1, H, N, M + N)."""
-        i, j, seen = self._order(n, m, state, lengths, device)
-        return seen[:, None] & self._pattern_sees(i[:, None], j[:, None])
-
-    def _pattern_sees(self, i: Tensor, j: Tensor) -> Tensor:
-        """Return whether j ∈ A_i without regard to order: positions (B or 1, 1, ·, ·) -> (B or 1, H, N, M)."""
-        if self.pattern == "strided":
-            local, distant = (i - j).abs() < self.stride, (i - j) % self.stride == 0
-        else:
-            first = self._columns[:, :1, None]  # (H_distant or 1, 1, 1)
-            column = j % self.stride
-            local = j // self.stride == i // self.stride
-            distant = ((column >= first) & (column < first + self.summary)) | (i == j)
-        sees = torch.zeros(len(local), self.n_heads, *local.shape[2:], dtype=torch.bool, device=i.device)
-        sees[:, self._local] |= local
-        sees[:, self._distant] |= distant
-        return sees
-
-    def _earlier_keys(self, state: SparseState) -> Tensor:
-        """Return the keys of the newest M positions, (B, H, M, D_qk), undefined where no later position sees them."""
-        window = self.stride if self.combine == "local" else None
-        if not isinstance(state, SummaryCache | FixedSummaryCache):
-            return earlier_keys(state, window)
+    def unit_values(self, state: SparseState) -> dict[str, Tensor]:
+        """Return the units of a `Cache`, or of the current block and the summary columns."""
+        if not isinstance(state, SummaryCache):
+            return super().unit_values(state)
         length, m = state.length[:, None, None], int(state.length.max())
-        m = m if window is None else min(m, window - 1)
-        blocks = state.summary_keys.size(2) // self.summary
+        m = m if self._reach is None else min(m, self._reach)
         block = length - length % self.stride + torch.arange(self.stride, device=length.device)  # (B, 1, stride)
+        blocks = state.summary_keys.size(2) // self.summary
         columns = summary_positions(self._columns, self.stride, blocks)[None]  # (1, H_distant or 1, S)
-        keys = state.block_keys.new_zeros(len(length), self.n_heads, m + 1, self.qk_dim)
-        for heads, stored, at in (
-            (self._local, state.block_keys, block),
-            (self._distant, state.summary_keys, columns),
-        ):
-            index = (at - length + m).clamp(max=m)  # the last entry takes positions outside
-            keys[:, heads].scatter_(2, index[..., None].expand(stored.shape), stored)
-        return keys[:, :, :m]
+        slots = torch.arange(m, device=length.device)
+        block, columns = ((position - length + m)[..., None] == slots for position in (block, columns))
+        return {"block_values": block, "summary_values": columns}
+
+    @property
+    def _reach(self) -> int | None:
+        return self.stride - 1 if self.combine == "local" else None
 
 
 def _with_block(stored: Tensor, new: Tensor, start: Tensor, seen: Tensor) -> Tensor:

@@ -9,15 +9,23 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lit_effattn.attention.base import Attention, softmax_over
-from lit_effattn.attention.kv_cache import check_room, gather, latest, newest, newest_of_both, write
+from lit_effattn.attention.base import Attention
+from lit_effattn.attention.kv_cache import (
+    FixedCache,
+    check_room,
+    in_slots,
+    newest,
+    newest_of_both,
+    slots_used,
+    with_earlier,
+    write_one,
+)
 from lit_effattn.checks import at_least, probabilities
 from lit_effattn.ops.relative import attention_by_distance, furthest, relative_attention, sinusoids
 from lit_effattn.sequence import (
     State,
     accumulator,
     parts,
-    reads_values,
     valid_lengths,
     valid_positions,
     without_padding,
@@ -28,14 +36,6 @@ class InputMemory(NamedTuple):
     """The newest inputs of the layer, the newest last."""
 
     inputs: Tensor  # (B, M, E)
-    length: Tensor  # (B,), positions seen in all
-
-
-class ProjectedMemory(NamedTuple):
-    """The newest keys and values in a ring buffer: slot t mod M holds position t, so a step writes only one slot."""
-
-    keys: Tensor  # (B, H, M, D)
-    values: Tensor  # (B, H, M, D)
     length: Tensor  # (B,), positions seen in all
 
 
@@ -121,7 +121,7 @@ class TransformerXLAttention(Attention):
         self, x: Tensor, state: State | None = None, lengths: Tensor | None = None
     ) -> tuple[Tensor, State | None]:
         """See `SequenceModule.forward`."""
-        if not self.causal or isinstance(state, ProjectedMemory):
+        if not self.causal or isinstance(state, FixedCache):
             return super().forward(x, state, lengths)
         self.check(x, state, lengths)
         x = without_padding(x, lengths)
@@ -149,8 +149,8 @@ class TransformerXLAttention(Attention):
         return without_padding(y, lengths), InputMemory(memory, before.length + seen)
 
     def attend(
-        self, q: Tensor, k: Tensor, v: Tensor, state: ProjectedMemory | None, lengths: Tensor | None
-    ) -> tuple[Tensor, ProjectedMemory | None]:
+        self, q: Tensor, k: Tensor, v: Tensor, state: FixedCache | None, lengths: Tensor | None
+    ) -> tuple[Tensor, FixedCache | None]:
         """Combine queries, keys and values, without a memory of inputs: see `Attention.attend`."""
         n = q.size(2)
         if state is None:
@@ -196,40 +196,34 @@ class TransformerXLAttention(Attention):
         r = sinusoids(first, last, self.d_model, clamp=self.clamp_len, dtype=weight.dtype, device=weight.device)
         return F.dropout(r, self.position_dropout, self.training)
 
-    def _prompt(
-        self, q: Tensor, k: Tensor, v: Tensor, state: ProjectedMemory, seen: Tensor
-    ) -> tuple[Tensor, ProjectedMemory]:
+    def _prompt(self, q: Tensor, k: Tensor, v: Tensor, state: FixedCache, seen: Tensor) -> tuple[Tensor, FixedCache]:
         """Attend several positions with a memory of keys and values."""
         slots, length = state.keys.size(2), state.length
         m = slots_used(length, min(slots, self._reach))
-        earlier = (torch.arange(-m, 0, device=q.device) + length[:, None]) % slots  # (B, M)
-        k = torch.cat([gather(state.keys, earlier).to(k.dtype), k], 2)  # (B, H, M + N, D)
-        v = torch.cat([gather(state.values, earlier).to(v.dtype), v], 2)
+        k, v = (with_earlier(t, new, length, m) for t, new in zip(state[:2], (k, v), strict=True))
         y = self._mix(q, k, v, length)
-        index = latest(length + seen, slots) - length[:, None] + m
-        keys, values = (gather(t, index).to(state.keys.dtype) for t in (k, v))
-        return y, ProjectedMemory(keys, values, length + seen)
+        keys, values = (in_slots(t, m, length, seen, slots).to(state.keys.dtype) for t in (k, v))
+        return y, FixedCache(keys, values, length + seen)
 
     def _step(
-        self, q: Tensor, k: Tensor, v: Tensor, state: ProjectedMemory, lengths: Tensor | None
-    ) -> tuple[Tensor, ProjectedMemory]:
-        """Attend one position in the ring buffer. Its key overwrites the oldest, which it does not see."""
+        self, q: Tensor, k: Tensor, v: Tensor, state: FixedCache, lengths: Tensor | None
+    ) -> tuple[Tensor, FixedCache]:
+        """Attend one position. Its key overwrites the oldest, which it does not see."""
         slots, length = state.keys.size(2), state.length[:, None]  # (B, 1)
-        valid = None if lengths is None else lengths[:, None] > 0
-        keys, values = (write(t, length % slots, new, valid) for t, new in ((state.keys, k), (state.values, v)))
-        used = slots_used(state.length + 1, slots)
+        used = slots_used(length + 1, slots)
+        state = write_one(state, k, v, lengths)
         slot = torch.arange(used, device=q.device)
         distance = (length - slot) % slots  # (B, M)
         y = attention_by_distance(
             q + self.u.to(q.dtype)[:, None],
-            keys[:, :, :used].to(q.dtype),
-            values[:, :, :used].to(q.dtype),
+            state.keys[:, :, :used].to(q.dtype),
+            state.values[:, :, :used].to(q.dtype),
             self._scores_by_distance(q, self._positions_for(q, used)),
             (used - 1 - distance)[:, None],
             (slot <= length)[:, None],
             dropout=self._dropout_now,
         )
-        return y, ProjectedMemory(keys, values, state.length + (1 if lengths is None else lengths))
+        return y, state
 
     def _positions_for(self, q: Tensor, count: int) -> Tensor:
         """Return the argument `r` of `_scores_by_distance` for the distances count − 1, …, 0.
@@ -307,12 +301,12 @@ class TransformerXLAttention(Attention):
             return InputMemory(torch.zeros(batch_size, self._reach, self.d_model, device=device, dtype=dtype), length)
         shape = (batch_size, self.n_heads, min(self._reach + 1, max_len), self.head_dim)
         keys, values = (torch.zeros(shape, device=device, dtype=dtype) for _ in range(2))
-        return ProjectedMemory(keys, values, length)
+        return FixedCache(keys, values, length)
 
     def check(self, x: Tensor, state: State | None, lengths: Tensor | None) -> None:
         """See `SequenceModule.check`. Also checks that the state has the size of this memory."""
         super().check(x, state, lengths)
-        if isinstance(state, ProjectedMemory):
+        if isinstance(state, FixedCache):
             self._check_room(state.keys.size(2), state.length, x.size(1) if lengths is None else lengths)
         elif state is not None:
             self._check_slots(state.inputs.size(1), self._reach)
@@ -339,7 +333,7 @@ class TransformerXLAttention(Attention):
     def attention_weights(self, x: Tensor, state: State | None = None, lengths: Tensor | None = None) -> Tensor:
         """Return the softmax of the sum of `attention_terms`: see `Attention.attention_weights`."""
         scores = reduce(torch.add, self.attention_terms(x, state, lengths))
-        return softmax_over(scores, scores > -torch.inf)
+        return scores.softmax(-1).masked_fill(scores == -torch.inf, 0)
 
     @torch.no_grad()
     def attention_terms(self, x: Tensor, state: State | None = None, lengths: Tensor | None = None) -> ScoreTerms:
@@ -384,12 +378,23 @@ class TransformerXLAttention(Attention):
             earlier = self._heads(self.k_proj(self._normed(state.inputs[:, self._reach - m :].to(x.dtype))))
             k = torch.cat([earlier, k], 2)  # (B, H, M + N, D)
         elif state is not None:
-            slots = (torch.arange(-m, 0, device=x.device) + state.length[:, None]) % state.keys.size(2)  # (B, M)
-            k = torch.cat([gather(state.keys, slots).to(k.dtype), k], 2)
+            k = with_earlier(state.keys, k, state.length, m)
         i, j, seen = self._order(n, m, state, lengths, x.device)
         return k, i - j, seen & (i - j < self.mem_len) if self.same_length else seen
 
+    def _order(
+        self, n: int, m: int, state: State | None, lengths: Tensor | None, device: torch.device
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the positions of N queries, and of the keys of M positions before them and their own.
 
-def slots_used(length: Tensor, slots: int) -> int:
-    """Return how many of `slots` any row has filled, or `slots` where reading values is not free."""
-    return min(slots, int(length.max())) if reads_values(length) else slots
+        Returns:
+            The queries' positions (B or 1, N, 1), the keys' positions (B or 1, 1, M + N), and whether a key exists and,
+            if causal, is not after the query, (B or 1, N or 1, M + N).
+        """
+        j = torch.arange(-m, n, device=device)[None, None]  # (1, 1, M + N)
+        if state is not None:
+            j = j + state.length[:, None, None]  # (B, 1, M + N)
+        i = j[..., m:].mT  # (B or 1, N, 1)
+        if self.causal:
+            return i, j, (j >= 0) & (j <= i)
+        return i, j, torch.ones_like(j, dtype=torch.bool) if lengths is None else j < lengths[:, None, None]

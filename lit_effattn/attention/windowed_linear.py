@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lit_effattn.attention.base import Attention
@@ -14,7 +15,7 @@ from lit_effattn.attention.feature_maps import FeatureMap, HedgehogFeatureMap
 from lit_effattn.attention.kv_cache import newest, newest_of_both
 from lit_effattn.checks import at_least
 from lit_effattn.ops.linear.pytorch import key_sums
-from lit_effattn.ops.windowed_linear import window_terms, windowed_linear_attention
+from lit_effattn.ops.windowed_linear import windowed_linear_attention
 from lit_effattn.sequence import accumulator, valid_lengths
 
 _GAMMA = 0.1
@@ -176,21 +177,8 @@ class WindowedLinearAttention(Attention):
             phi = self.feature_map.keys(self._for_all_heads(k).to(full)).masked_fill(~leaves[:, None, :, None], 0)
             return key_sums(phi, self._for_all_heads(v).to(full))
 
-    def compute_weights(
-        self, q: Tensor, k: Tensor, state: WindowedLinearState | None, lengths: Tensor | None
-    ) -> Tensor:
-        """Return the softmax and linear terms over their sum: see `Attention.compute_weights`.
-
-        With a state M = 1 + (w − 1) + N: the first column is the weight of all positions before the newest w − 1.
-        """
-        n, m = q.size(2), 0 if state is None else self.window - 1
-        phi_q = self.feature_map(q)
-        k = k if state is None else torch.cat([state.keys.to(k.dtype), k], 2)  # (B, H_kv, M + N, D)
-        k = self._for_all_heads(k)  # (B, H, M + N, D)
-        i, j, seen = (t.unsqueeze(1) for t in self._order(n, m, state, lengths, q.device))
-        near = seen & (i - j < self.window)
-        terms = window_terms(q @ k.mT * self.head_dim**-0.5, near, self._gamma(q.dtype))
-        terms = terms + (phi_q @ self.feature_map.keys(k).mT).masked_fill(~(seen & ~near), 0)  # (B, H, N, M + N)
-        if state is not None:
-            terms = torch.cat([phi_q @ state.z.to(q.dtype)[..., None], terms], -1)  # (B, H, N, 1 + M + N)
-        return terms / terms.sum(-1, keepdim=True)
+    def unit_values(self, state: WindowedLinearState) -> dict[str, Tensor]:
+        """Return units for the sums in the first column, and for the window in those after it."""
+        m = self.window - 1
+        window = torch.eye(m, dtype=torch.bool, device=state.z.device)
+        return {"s": F.pad(state.z[..., None], (0, m)), "values": F.pad(window, (1, 0))}

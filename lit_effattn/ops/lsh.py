@@ -266,30 +266,6 @@ def attend_recent(x: Tensor, v: Tensor, places: Tensor, before: Tensor, recent: 
     return weights[..., None, :] @ rows(v, index).to(full)  # (B, H, 1, D)
 
 
-def weights_by_places(q: Tensor, k: Tensor, places: Tensor, seen: Tensor, n_buckets: int) -> Tensor:
-    """Return the weights with which `attend_in_chunks` averages values: O(N²), for inspection.
-
-    Args:
-        q: (B, H, N, D), the last N of the M vectors.
-        k: (B, H, M, D), the vectors, not normalised.
-        places: (B, H, M, R), of the vectors.
-        seen: Which keys exist and are not too late or too old, in a shape that broadcasts to (B, H, N, M).
-        n_buckets: Number of buckets.
-
-    Returns:
-        (B, H, N, M), the softmax over the keys that a query sees in any round, without its own unless it is alone.
-    """
-    n, m = q.size(2), k.size(2)
-    together = q.new_zeros(*q.shape[:3], m, dtype=torch.bool)
-    for place in places.unbind(-1):  # (B, H, M)
-        together |= _sees(place[:, :, m - n :, None], place[:, :, None], n_buckets)
-    own = together.new_ones(n, m).tril(m - n).triu(m - n)
-    rest = together & seen & ~own
-    chosen = torch.where(rest.any(-1, keepdim=True), rest, own)
-    scores = (q / math.sqrt(q.size(-1))) @ _unit(k).mT  # (B, H, N, M)
-    return scores.masked_fill(~chosen, -torch.inf).softmax(-1)
-
-
 def rows(t: Tensor, index: Tensor) -> Tensor:
     """Look up vectors: `t` (B, H, M, F) at `index` (B, H, …) -> (B, H, …, F)."""
     b, h, m, _ = t.shape

@@ -116,7 +116,7 @@ def test_bytes_of_the_state():
     """Keys and values in float32, lengths in int64: the block of 6 and 2 summary columns a block."""
     counts = 2 * 8
     assert bytes_of(SparseAttention(E, H, stride=4), 25) == 2 * (2 * 25 * E) * 4 + counts
-    assert bytes_of(SparseAttention(E, H, stride=4, combine="local"), 25) == 2 * (2 * 3 * E) * 4 + counts
+    assert bytes_of(SparseAttention(E, H, stride=4, combine="local"), 25) == 2 * (2 * 4 * E) * 4 + counts
     assert bytes_of(SparseAttention(E, H, **FIXED), 25) == 2 * (2 * (6 + 5 * 2) * E) * 4 + counts
     assert bytes_of(SparseAttention(E, H, **FIXED, combine="local"), 25) == 2 * (2 * 6 * E) * 4 + counts
     assert bytes_of(SparseAttention(E, H, **FIXED, combine="distant"), 25) == 2 * (2 * 5 * 2 * E) * 4 + counts

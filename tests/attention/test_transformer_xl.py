@@ -6,8 +6,9 @@ import torch
 
 from lit_effattn import Transformer, sequence
 from lit_effattn.attention import CompressiveAttention, InfiniteAttention, SoftmaxAttention, TransformerXLAttention
+from lit_effattn.attention.kv_cache import FixedCache
 from lit_effattn.attention.positions import RotaryPositions
-from lit_effattn.attention.transformer_xl import InputMemory, ProjectedMemory
+from lit_effattn.attention.transformer_xl import InputMemory
 
 E, H, D = 12, 3, 4
 
@@ -119,7 +120,7 @@ def test_what_states_hold():
     assert sequence.nbytes(state) == 2 * 6 * E * 4 + 2 * 8
 
     projected = attention.initial_state(2, max_len=100, dtype=torch.float16)
-    assert isinstance(projected, ProjectedMemory)
+    assert isinstance(projected, FixedCache)
     assert projected.keys.shape == projected.values.shape == (2, H, 7, D)
     assert attention.initial_state(2, max_len=5).keys.shape[2] == 5
     _, after = attention(x, projected)

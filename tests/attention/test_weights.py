@@ -3,6 +3,7 @@
 import copy
 import itertools
 from functools import partial
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -279,16 +280,32 @@ def test_weights_on_the_gpu():
         assert_close(found.cpu(), expected, rtol=1e-6, atol=1e-8)
 
 
-def test_a_kind_without_weights_is_named():
-    class OwnAttention(Attention):
-        def initial_state(self, batch_size, *, max_len=None, device=None, dtype=None):
-            raise NotImplementedError
+class Totals(NamedTuple):
+    total: Tensor
+    length: Tensor
 
-        def attend(self, q, k, v, state, lengths):
-            raise NotImplementedError
 
-    with pytest.raises(NotImplementedError, match=r"OwnAttention.*compute_weights"):
-        OwnAttention(E, H).attention_weights(torch.zeros(1, 2, E))
+class MeanAttention(Attention):
+    """The mean of the values so far."""
+
+    def empty_state(self, batch_size, max_len, device, dtype):
+        total = torch.zeros(batch_size, self.n_heads, 1, self.head_dim, device=device, dtype=dtype)
+        return Totals(total, torch.zeros(batch_size, dtype=torch.long, device=device))
+
+    def attend(self, q, k, v, state, lengths):
+        state = self.initial_state(len(q), device=q.device, dtype=q.dtype) if state is None else state
+        total = state.total + v.cumsum(2)
+        count = state.length[:, None] + torch.arange(1, q.size(2) + 1)
+        return total / count[:, None, :, None], Totals(total[:, :, -1:], state.length + q.size(2))
+
+
+def test_weights_of_ones_own_kind():
+    """Without a method for them. A state has them if it is a cache or sums; otherwise the method is named."""
+    attention, x = MeanAttention(E, H).double(), torch.randn(1, 5, E).double()
+    expected = torch.ones(5, 5).double().tril() / torch.arange(1, 6)[:, None]
+    assert_close(attention.attention_weights(x), expected.expand(1, H, 5, 5))
+    with pytest.raises(NotImplementedError, match=r"MeanAttention.*unit_values"):
+        attention.attention_weights(x, attention(x)[1])
 
 
 def test_arguments_are_checked():

@@ -24,8 +24,8 @@ from lit_effattn.attention import (
     TransformerXLAttention,
     WindowedLinearAttention,
 )
+from lit_effattn.attention.kv_cache import Cache
 from lit_effattn.attention.positions import SinusoidalPositions
-from lit_effattn.attention.softmax import KeyValueCache
 from lit_effattn.distributed.sequence_parallel import Parts, sequence_parallel
 from lit_effattn.nn.lstm import LSTM
 from lit_effattn.settings.kinds import attention_kinds
@@ -92,11 +92,11 @@ def train(module: Transformer, rank: int | None) -> dict[str, Any]:
 
 def trimmed(state: Any) -> Any:
     """Without the slots that no row has filled, whose number depends on how the sequence was cut."""
-    if isinstance(state, KeyValueCache):
-        most = int(state.length.max())
+    if isinstance(state, Cache):
+        most = min(int(state.length.max()), state.keys.size(2))
         there = sequence.valid_positions(state.length, most)[:, None, :, None]
         keys, values = (t[:, :, :most].masked_fill(~there, 0) for t in (state.keys, state.values))
-        return KeyValueCache(keys, values, state.length)
+        return Cache(keys, values, state.length)
     return state._replace(layers=tuple(map(trimmed, state.layers))) if hasattr(state, "layers") else state
 
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from lit_effattn import Transformer, sequence
-from lit_effattn.attention import Attention, CompressiveAttention, LinearAttention
+from lit_effattn.attention import LinearAttention
 from lit_effattn.laws import ContractAdapter, check
 from lit_effattn.laws.subject import gradients
 from tests.laws.cases import CASES, EACH, ROTARY, Case
@@ -156,7 +156,9 @@ def test_packed_is_alone_where_it_is_compiled(case: Case):
         _go_on_alike(module, sequence.select(after, torch.tensor([i])), state)
 
 
-def _without_the_state_all_else_is_the_same(case: Case):
+@each(PACKED, quick=EACH)
+@pytest.mark.usefixtures("_long_rows")
+def test_without_the_state_all_else_is_the_same(case: Case):
     """Pieces are then called in other groups where states grow."""
     module = case.build()
     starts, lengths, _ = _pieces(case)
@@ -168,42 +170,6 @@ def _without_the_state_all_else_is_the_same(case: Case):
     if sequence.losses(state) is not None:
         assert_close(sequence.losses(losses), sequence.losses(state))
     assert sum(t.numel() for t in sequence.tensors(losses)) <= len(x) * len(sequence.losses_by_kind(state))
-
-
-def _a_position_gives_weight_to_its_own_sequence_alone(case: Case, carried: bool) -> None:
-    """The weights of each piece are those of the piece alone, in its columns; all others are 0."""
-    module = case.build()
-    starts, lengths, pieces = _pieces(case)
-    n = starts.size(1)
-    x = inputs(module, *starts.shape)
-    before = _before(module, case, len(x)) if carried else None
-    if isinstance(module, CompressiveAttention):
-        with pytest.raises(NotImplementedError, match="CompressiveAttention: a sequence's weights have other columns"):
-            module.packed_weights(x, starts, before, lengths)
-        return
-    kept = copied(before)
-    weights = module.packed_weights(x, starts, before, lengths)
-    assert_same(before, kept)
-    earlier = weights.size(-1) - n
-    assert carried or earlier == 0
-    for i, row in enumerate(pieces):
-        expected = torch.zeros_like(weights[i])
-        for begin, end in row:
-            goes_on = before is not None and begin == 0 and not starts[i, 0]
-            state = sequence.select(before, torch.tensor([i])) if goes_on else None
-            alone = module.attention_weights(x[i : i + 1, begin:end], state)[0]
-            first = earlier + end - alone.size(-1)
-            expected[:, begin:end, first : earlier + end] = alone
-        assert_close(weights[i], expected)
-
-
-@each(PACKED, quick=EACH)
-@pytest.mark.usefixtures("_long_rows")
-def test_packed_gives_weights_and_needs_no_state(case: Case):
-    _without_the_state_all_else_is_the_same(case)
-    if isinstance(case.build(), Attention):
-        for carried in (False, True)[: 1 + case.causal]:
-            _a_position_gives_weight_to_its_own_sequence_alone(case, carried)
 
 
 class Counting(torch.nn.Module):
@@ -298,9 +264,8 @@ def test_wrong_starts_are_refused():
     both_ways = Transformer(x.size(-1), 1, 1, causal=False).double()
     with pytest.raises(ValueError, match="packed Transformer: state was given, but causal=False"):
         sequence.packed(both_ways, x, torch.zeros(2, 5, dtype=torch.bool), module.initial_state(2))
-    for call in (partial(sequence.packed, module), module.packed_weights):
-        with pytest.raises(ValueError, match="expected booleans"):
-            call(x, torch.zeros(2, 5))
+    with pytest.raises(ValueError, match="expected booleans"):
+        sequence.packed(module, x, torch.zeros(2, 5))
 
 
 class Forgetful(torch.nn.Module):

@@ -207,21 +207,6 @@ def read_favor_sums(log_q: Tensor, s: Tensor, z: Tensor, m: Tensor) -> Tensor:
     return _divided(p @ torch.cat([s, z[..., None]], -1))
 
 
-def log_products(log_q: Tensor, log_k: Tensor) -> Tensor:
-    """Return log φ(q_i)ᵀφ(k_j), finite for all norms.
-
-    It takes N · M · F exponentials, with memory for those of one query.
-
-    Args:
-        log_q: (B, H, N, F), log φ(q).
-        log_k: (B, H, M, F), log φ(k); −∞ where a key is padding.
-
-    Returns:
-        (B, H, N, M).
-    """
-    return torch.stack([(q[:, :, None] + log_k).logsumexp(-1) for q in log_q.unbind(2)], 2)
-
-
 def positive_favor(
     q: Tensor,
     k: Tensor,

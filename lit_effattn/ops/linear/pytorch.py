@@ -184,31 +184,6 @@ def linear_attention_step(
     return _quotient(numerator, q @ z[..., None], eps), s, z
 
 
-def linear_attention_weights(
-    q: Tensor, k: Tensor, z: Tensor | None = None, *, causal: bool, eps: float = 1e-6
-) -> Tensor:
-    """Return the weights of the values in `linear_attention` or `causal_linear_attention`.
-
-        w_ij = q_i · k_j / (Σ_j q_i · k_j + q_i · z + eps),  j ≤ i if causal
-
-    Args:
-        q: (B, H, N, F), queries after the feature map.
-        k: (B, H, N, F), keys after the feature map; 0 where a key is padding.
-        z: (B, H, F), the sum of earlier keys; None: there are none.
-        causal: Whether a query sees only its own and earlier keys.
-        eps: Keeps the division finite where no key is seen.
-
-    Returns:
-        (B, H, N, N); with `z` (B, H, N, 1 + N), the first column being the weight of all earlier keys together.
-    """
-    products = q @ k.mT  # (B, H, N, N)
-    if causal:
-        products = products.tril()
-    if z is not None:
-        products = torch.cat([q @ z[..., None], products], -1)  # (B, H, N, 1 + N)
-    return _quotient(products, products.sum(-1, keepdim=True), eps)
-
-
 def _quotient(numerator: Tensor, denominator: Tensor, eps: float) -> Tensor:
     """Return numerator / (denominator + eps)."""
     total = denominator + eps

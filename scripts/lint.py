@@ -49,7 +49,7 @@ ROOMS: dict[str, set[str]] = {
     "sequence": {"hparams"},
     "ops": {"sequence"},
     "attention": {"ops", "sequence", "hparams"},
-    "laws": {"sequence"},
+    "laws": {"nn", "sequence"},
     "nn": {"attention", "ops", "sequence", "hparams", "registry"},
     "drawing": set(),
     "datamodules": {"checkpoints"},

@@ -201,18 +201,6 @@ def test_donated_holds_inside_and_without_gradients_alone():
         assert not sequence.may_overwrite()
 
 
-def test_states_that_share_a_tensor_are_not_taken_for_each_other():
-    """The states of two streams may hold the same `lengths`, the caller's."""
-    module, lengths = SoftmaxAttention(4, 2), torch.tensor([3, 2])
-    with torch.no_grad(), sequence.donated():
-        for _ in range(2):
-            _, state = module(torch.ones(2, 3, 4), None, lengths)
-            assert state.length is lengths
-            module(torch.ones(2, 1, 4), state)
-        del state, lengths
-    assert not sequence._taken  # nothing is kept
-
-
 # --------------------------------------------------------------------------------------------------- what is refused
 
 

@@ -41,7 +41,8 @@ def attend_window(
     """
     if state is None:
         length, slots = torch.zeros_like(seen), window
-        return see(q, k, v, past=None), Cache(*(in_slots(t, 0, length, seen, slots) for t in (k, v)), seen)
+        keys, values = (in_slots(t, 0, length, seen, slots) for t in (k, v))
+        return see(q, k, v, past=None), Cache(keys, values, seen)
     slots, length = state.keys.size(2), state.length
     if slots < window:
         check_room(slots, length, seen)

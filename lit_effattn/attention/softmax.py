@@ -152,7 +152,8 @@ class SoftmaxAttention(Attention):
         seen = valid_lengths(lengths, k, 2)
         if self.window is None:
             return Cache(k, v, seen)
-        return Cache(*(in_slots(t, 0, torch.zeros_like(seen), seen, self.window) for t in (k, v)), seen)
+        keys, values = (in_slots(t, 0, torch.zeros_like(seen), seen, self.window) for t in (k, v))
+        return Cache(keys, values, seen)
 
     def combine_states(self, before: Cache, after: Cache) -> Cache:
         """Keep both, or with a window the newest: see `Attention.combine_states`."""

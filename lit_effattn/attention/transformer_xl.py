@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from lit_effattn.attention.base import Attention
 from lit_effattn.attention.kv_cache import (
+    Cache,
     FixedCache,
     check_room,
     in_slots,
@@ -150,7 +151,7 @@ class TransformerXLAttention(Attention):
 
     def attend(
         self, q: Tensor, k: Tensor, v: Tensor, state: FixedCache | None, lengths: Tensor | None
-    ) -> tuple[Tensor, FixedCache | None]:
+    ) -> tuple[Tensor, Cache | None]:
         """Combine queries, keys and values, without a memory of inputs: see `Attention.attend`."""
         n = q.size(2)
         if state is None:
@@ -205,25 +206,23 @@ class TransformerXLAttention(Attention):
         keys, values = (in_slots(t, m, length, seen, slots).to(state.keys.dtype) for t in (k, v))
         return y, FixedCache(keys, values, length + seen)
 
-    def _step(
-        self, q: Tensor, k: Tensor, v: Tensor, state: FixedCache, lengths: Tensor | None
-    ) -> tuple[Tensor, FixedCache]:
+    def _step(self, q: Tensor, k: Tensor, v: Tensor, state: FixedCache, lengths: Tensor | None) -> tuple[Tensor, Cache]:
         """Attend one position. Its key overwrites the oldest, which it does not see."""
         slots, length = state.keys.size(2), state.length[:, None]  # (B, 1)
         used = slots_used(length + 1, slots)
-        state = write_one(state, k, v, lengths)
+        after = write_one(state, k, v, lengths)
         slot = torch.arange(used, device=q.device)
         distance = (length - slot) % slots  # (B, M)
         y = attention_by_distance(
             q + self.u.to(q.dtype)[:, None],
-            state.keys[:, :, :used].to(q.dtype),
-            state.values[:, :, :used].to(q.dtype),
+            after.keys[:, :, :used].to(q.dtype),
+            after.values[:, :, :used].to(q.dtype),
             self._scores_by_distance(q, self._positions_for(q, used)),
             (used - 1 - distance)[:, None],
             (slot <= length)[:, None],
             dropout=self._dropout_now,
         )
-        return y, state
+        return y, after
 
     def _positions_for(self, q: Tensor, count: int) -> Tensor:
         """Return the argument `r` of `_scores_by_distance` for the distances count − 1, …, 0.

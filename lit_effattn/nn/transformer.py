@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from typing import Any, Literal, NamedTuple, get_args
 
@@ -17,7 +17,7 @@ from lit_effattn.attention.cross import CrossAttention, CrossAttentionFactory, c
 from lit_effattn.attention.positions import PositionsFactory, RotaryPositions, SinusoidalPositions
 from lit_effattn.attention.softmax import SoftmaxAttention
 from lit_effattn.checks import at_least, probabilities
-from lit_effattn.sequence import Pieces, SequenceModule, State, in_parts, parts, valid_lengths, without_padding
+from lit_effattn.sequence import SequenceModule, State, in_parts, parts, valid_lengths, without_padding
 
 Activation = Literal["relu", "gelu", "gelu_tanh", "quick_gelu", "swiglu"]
 Initialisation = Literal["pytorch", "xavier", "normal", "gpt2", "transformer_xl"]
@@ -123,7 +123,6 @@ class Block(SequenceModule):
             )
         self.dropout = nn.Dropout(dropout)
         self.cross_attention = cross_attention
-        self.takes_pieces = cross_attention is None
         self.norm_cross: nn.Module | None = None
         if cross_attention is not None:
             if not self.causal:
@@ -133,34 +132,28 @@ class Block(SequenceModule):
             self.norm_cross = layer_norm(self.d_model)
 
     def forward(
-        self, x: Tensor, state: State | None = None, lengths: Tensor | None = None, pieces: Pieces | None = None
+        self, x: Tensor, state: State | None = None, lengths: Tensor | None = None
     ) -> tuple[Tensor, State | None]:
-        """See `SequenceModule.forward`, and with `pieces` `sequence.Pieces`: the state is then a list of states."""
-        if pieces is None:
-            self.check(x, state, lengths)
+        """See `SequenceModule.forward`."""
+        self.check(x, state, lengths)
         x = without_padding(x, lengths)  # a NaN in padding would reach the LayerNorm's gradients as 0 · NaN
         own, source = state if isinstance(state, DecoderBlockState) else (state, None)
         cross, norm_cross = self.cross_attention, self.norm_cross
         if self.norm == "pre":  # x + f(norm(x))
-            y, own = self._mixed(x if self._attention_norms else self.norm_1(x), own, lengths, pieces)
+            y, own = self.attention(x if self._attention_norms else self.norm_1(x), own, lengths)
             x = x + self.dropout(y)
             if cross is not None and norm_cross is not None:
                 y, source = cross(norm_cross(x), source, lengths)
                 x = x + self.dropout(y)
             x = x + self.dropout(self.feed_forward(self.norm_2(x)))
         else:  # norm(x + f(x))
-            y, own = self._mixed(x, own, lengths, pieces)
+            y, own = self.attention(x, own, lengths)
             x = self.norm_1(x + self.dropout(y))
             if cross is not None and norm_cross is not None:
                 y, source = cross(x, source, lengths)
                 x = norm_cross(x + self.dropout(y))
             x = self.norm_2(x + self.dropout(self.feed_forward(x)))
         return without_padding(x, lengths), own if cross is None else DecoderBlockState(own, source)
-
-    def _mixed(
-        self, x: Tensor, state: State | None, lengths: Tensor | None, pieces: Pieces | None
-    ) -> tuple[Tensor, State | None]:
-        return self.attention(x, state, lengths) if pieces is None else pieces.call(self.attention, x, state)
 
     def remember(self, source: Tensor, lengths: Tensor | None = None, *, max_len: int | None = None) -> State:
         """Return the state from which the block reads `source` (B, S, d_source): see `Transformer.remember`."""
@@ -327,7 +320,6 @@ class Transformer(SequenceModule):
         self.d_input = d_model - (position_width or 0)
         self.d_source = d_model if d_source is None else d_source
         self.causal = causal
-        self.takes_pieces = cross_kinds is None
         self.gradient_checkpointing = gradient_checkpointing
         layer_norm = _layer_norm(norm_kind, norm_eps)
         d_ff = d_ff or (round(8 * d_model / 3) if activation == "swiglu" else 4 * d_model)
@@ -361,20 +353,11 @@ class Transformer(SequenceModule):
         self._share_parameters()
 
     def forward(
-        self, x: Tensor, state: State | None = None, lengths: Tensor | None = None, pieces: Pieces | None = None
-    ) -> tuple[Tensor, Any]:
-        """See `SequenceModule.forward`, and with `pieces` `sequence.Pieces`: states are then lists of states."""
-        last = len(self.blocks) - 1
-        if pieces is None:
-            outputs, after = self._run(x, state, lengths, outputs_from=last)
-            return outputs[-1], after
-        self.check(x, None, None)
-        seen, position = pieces.lengths(None if state is None else [before.length for before in state])
-        states = None if state is None else [*zip(*(before.layers for before in state), strict=True)]
-        outputs, layers = self._stacked(x, states, position, None, pieces, outputs_from=last)
-        if not self.causal:
-            return outputs[-1], [None for _ in seen]
-        return outputs[-1], [*map(TransformerState, seen, zip(*layers, strict=True))]
+        self, x: Tensor, state: State | None = None, lengths: Tensor | None = None
+    ) -> tuple[Tensor, TransformerState | None]:
+        """See `SequenceModule.forward`."""
+        outputs, after = self._run(x, state, lengths, outputs_from=len(self.blocks) - 1)
+        return outputs[-1], after
 
     def layer_outputs(
         self, x: Tensor, state: TransformerState | None = None, lengths: Tensor | None = None
@@ -398,26 +381,10 @@ class Transformer(SequenceModule):
         self.check(x, state, lengths)
         start, seen = self._counts(x, state, lengths)
         position = self._position(x, start, lengths)
-        states = None if state is None else state.layers
-        outputs, after = self._stacked(x, states, position, lengths, None, outputs_from=outputs_from)
-        if not self.causal:
-            return outputs, None
-        return outputs, TransformerState(seen if state is None else state.length + seen, tuple(after))
-
-    def _stacked(
-        self,
-        x: Tensor,
-        states: Sequence[Any] | None,
-        position: Tensor,
-        lengths: Tensor | None,
-        pieces: Pieces | None,
-        *,
-        outputs_from: int,
-    ) -> tuple[list[Tensor], list[Any]]:
-        """Return the outputs of the layers from `outputs_from` on, and the state of each layer after `x`."""
         x = self.dropout(self.input_norm(self._with_positions(self.positions, x, position)))
         outputs, after = [], []
-        for i, (block, before) in enumerate(zip(self.blocks, states or [None] * len(self.blocks), strict=True)):
+        states = [None] * len(self.blocks) if state is None else state.layers
+        for i, (block, before) in enumerate(zip(self.blocks, states, strict=True)):
             if i and self.later_positions:
                 x = self._with_positions(self.later_positions[i - 1], x, position)
             run: Any = block
@@ -425,11 +392,13 @@ class Transformer(SequenceModule):
                 # The backward pass calls the block again, after `in_parts`, and on a GPU in another thread.
                 run = block if parts() is None else partial(_call_in_parts, parts(), block)
                 run = partial(checkpoint, run, use_reentrant=False)
-            x, new = run(x, before, lengths, pieces)
+            x, new = run(x, before, lengths)
             after.append(new)
             if i >= outputs_from:
                 outputs.append(without_padding(self.output_dropout(self.norm(x)), lengths))
-        return outputs, after
+        if not self.causal:
+            return outputs, None
+        return outputs, TransformerState(seen if state is None else state.length + seen, tuple(after))
 
     def _counts(
         self, x: Tensor, state: TransformerState | None, lengths: Tensor | None

@@ -18,12 +18,11 @@ from lit_effattn.checkpoints.runs import short
 from lit_effattn.checks import at_least, probabilities
 from lit_effattn.datamodules.common.labelled import LabelledBatch
 from lit_effattn.drawing.images import confusion_matrix
+from lit_effattn.nn.packing import first_positions, packed
 from lit_effattn.sequence import (
     SequenceModule,
     State,
     accumulator,
-    first_positions,
-    packed,
     reads_values,
     valid_lengths,
     valid_positions,

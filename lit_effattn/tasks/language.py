@@ -26,8 +26,9 @@ from lit_effattn.generation.beam import LENGTH_PENALTY, Hypotheses, LengthNorm, 
 from lit_effattn.generation.sampling import AS_TRAINED, Kept, Sampling, SamplingOptions, generate, generate_each
 from lit_effattn.nn.evaluating import evaluating
 from lit_effattn.nn.heads import CategoricalHead, HeadFactory
+from lit_effattn.nn.packing import first_positions, packed
 from lit_effattn.nn.sliding import SlidingWindow
-from lit_effattn.sequence import SequenceModule, State, first_positions, packed, valid_lengths
+from lit_effattn.sequence import SequenceModule, State, valid_lengths
 from lit_effattn.tasks.auxiliary import FurtherPredictions, mean_of_scored
 from lit_effattn.tasks.base import Objective, Task, carried, check_backbone, check_fields, check_integers
 from lit_effattn.tasks.document_scores import of_positions, write_documents

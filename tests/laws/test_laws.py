@@ -158,24 +158,6 @@ def test_compiled_by_inductor_equals_eager(case: Case):
 # ------------------------------------------------------------------------------------------- sizes, growth, refusals
 
 
-def _a_state_that_was_donated_is_refused(case: Case):
-    """Else the outputs would be of a cache that the first call has overwritten."""
-    module = case.build()
-    x = inputs(module, 2, 1)
-    refused = pytest.raises(ValueError, match=r"donated to an earlier call .* use the state that the call returned")
-    with torch.no_grad():
-        for first in (module.initial_state(2), module.initial_state(2, max_len=9)):
-            with sequence.donated():
-                _, second = module(x, first)
-                with refused:
-                    module(x, first)
-                _, third = module(x, second)
-            with refused:  # after the context too
-                module(x, second)
-            module(x, third)
-            module(x, third)
-
-
 def _sizes_are_final_with_max_len(case: Case):
     module = case.build()
     state = module.initial_state(2, max_len=case.long)
@@ -310,8 +292,6 @@ def test_a_state_keeps_its_size_and_refuses_what_does_not_fit(case: Case):
     _padding_takes_no_room(case)
     _positions_beyond_the_room_are_refused(case)
     _a_state_of_other_rows_is_refused(case)
-    if case not in CROSS:  # a source is never overwritten
-        _a_state_that_was_donated_is_refused(case)
 
 
 # ----------------------------------------------------------------------------------------------------- the definition

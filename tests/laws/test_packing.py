@@ -10,6 +10,7 @@ from lit_effattn import Transformer, sequence
 from lit_effattn.attention import LinearAttention
 from lit_effattn.laws import ContractAdapter, check
 from lit_effattn.laws.subject import gradients
+from lit_effattn.nn import packing
 from tests.laws.cases import CASES, EACH, ROTARY, Case
 from tests.laws.tools import assert_close, assert_same, copied, each, inputs
 
@@ -30,7 +31,7 @@ PACKED = [case for case in (*CASES, *ROTARY) if case not in SOURCES]
 @pytest.fixture
 def _long_rows(monkeypatch: pytest.MonkeyPatch):
     """Pieces of other lengths are called by themselves, as those of long rows are."""
-    monkeypatch.setattr(sequence, "CALL_COST", 0)
+    monkeypatch.setattr(packing, "CALL_COST", 0)
 
 
 def _pieces(case: Case) -> tuple[torch.Tensor, torch.Tensor, list[list[tuple[int, int]]]]:
@@ -63,7 +64,7 @@ def _check_packed(case: Case, carried: bool) -> None:
     before = _before(module, case, len(x)) if carried else None
     kept = copied(before)
     x.requires_grad_()
-    y, after = sequence.packed(module, x, starts, before, lengths)
+    y, after = packing.packed(module, x, starts, before, lengths)
     found = gradients(module, y, x)
 
     assert_same(before, kept)
@@ -117,7 +118,7 @@ def test_packed_is_alone_in_half_precision(case: Case, dtype: torch.dtype):
     starts, lengths, pieces = _pieces(case)
     x = inputs(module, *starts.shape).to(dtype).requires_grad_()
     before = _before(module, case, len(x), dtype)
-    y, after = sequence.packed(module, x, starts, before, lengths)
+    y, after = packing.packed(module, x, starts, before, lengths)
     expected, states, _ = _alone(module, x, starts, pieces, before)
     spacing = torch.finfo(dtype).eps
     assert _difference(y, expected) <= spacing / 2
@@ -131,7 +132,7 @@ def test_packed_is_alone_in_half_precision(case: Case, dtype: torch.dtype):
     larger = x.detach().clone()
     larger[0, case.unit + 1 :] *= 12
     with torch.no_grad():
-        z, _ = sequence.packed(module, larger, starts, before, lengths)
+        z, _ = packing.packed(module, larger, starts, before, lengths)
     assert _difference(z[0, : case.unit + 1], expected[0, : case.unit + 1]) <= spacing / 2
 
 
@@ -147,7 +148,7 @@ def test_packed_is_alone_where_it_is_compiled(case: Case):
     x = inputs(module, *starts.shape).requires_grad_()
     before = _before(module, case, len(x))
     torch._dynamo.reset()
-    packed = torch.compile(partial(sequence.packed, module), backend="aot_eager")
+    packed = torch.compile(partial(packing.packed, module), backend="aot_eager")
     y, after = packed(x, starts, before, lengths)
     expected, states, _ = _alone(module, x, starts, pieces, before)
     assert_close(y, expected)
@@ -163,7 +164,7 @@ def test_without_the_state_all_else_is_the_same(case: Case):
     module = case.build()
     starts, lengths, _ = _pieces(case)
     x = inputs(module, *starts.shape).requires_grad_()
-    (y, state), (z, losses) = (sequence.packed(module, x, starts, None, lengths, keep_state=k) for k in (True, False))
+    (y, state), (z, losses) = (packing.packed(module, x, starts, None, lengths, keep_state=k) for k in (True, False))
     assert_close(z, y)
     assert_close(gradients(module, z, x), gradients(module, y, x))
     assert (sequence.losses(state) is None) == (sequence.losses(losses) is None)
@@ -205,50 +206,40 @@ def test_pieces_of_similar_length_are_called_together(monkeypatch: pytest.Monkey
     for row, lengths in zip(starts, sizes, strict=True):
         row[[sum(lengths[:i]) for i in range(len(lengths))]] = True
     for cost, bounded_by, keep_state, calls in CALLS:
-        monkeypatch.setattr(sequence, "CALL_COST", cost)
+        monkeypatch.setattr(packing, "CALL_COST", cost)
         module = Counting(bounded_by)
-        y, _ = sequence.packed(module, x, starts, None, torch.tensor([19, 15]), keep_state=keep_state)
+        y, _ = packing.packed(module, x, starts, None, torch.tensor([19, 15]), keep_state=keep_state)
         assert module.calls == calls
         assert torch.equal(y, x.masked_fill(torch.arange(38).view(2, 19, 1) >= 19 + 15, 0))
 
 
-def test_position_wise_layers_of_a_transformer_read_no_padding():
-    model = Transformer(8, 2, 1, attention=LinearAttention).double()
-    shapes: list[torch.Size] = []
-    model.blocks[0].feed_forward.register_forward_pre_hook(lambda _, args: shapes.append(args[0].shape))
-    starts = torch.zeros(2, 19, dtype=torch.bool)
-    starts[0, 3] = starts[1, 7] = True
-    sequence.packed(model, inputs(model, 2, 19), starts, None, torch.tensor([19, 8]))
-    assert shapes == [(1, 27, 8)]
-
-
 def test_padding_after_the_longest_piece_is_zero():
     module = CASES[0].build()
-    y, _ = sequence.packed(module, inputs(module, 1, 5), torch.zeros(1, 5, dtype=torch.bool), None, torch.tensor([3]))
+    y, _ = packing.packed(module, inputs(module, 1, 5), torch.zeros(1, 5, dtype=torch.bool), None, torch.tensor([3]))
     assert (y[0, :3] != 0).all()
     assert (y[0, 3:] == 0).all()
 
 
 def test_cu_seqlens_and_starts():
-    starts = sequence.starts_of(torch.tensor([0, 2, 3, 6]))
+    starts = packing.starts_of(torch.tensor([0, 2, 3, 6]))
     assert starts.tolist() == [[True, False, True, True, False, False]]
-    assert sequence.cu_seqlens_of(starts).tolist() == [0, 2, 3, 6]
-    assert sequence.cu_seqlens_of(starts).dtype == torch.int32
+    assert packing.cu_seqlens_of(starts).tolist() == [0, 2, 3, 6]
+    assert packing.cu_seqlens_of(starts).dtype == torch.int32
 
 
 def test_wrong_cu_seqlens_are_refused():
     for cu_seqlens in ([1, 2], [0, 2, 2], [0], [[0, 2]], [0.0, 2.0], [False, True]):
         with pytest.raises(ValueError, match="cu_seqlens is"):
-            sequence.starts_of(torch.tensor(cu_seqlens))
+            packing.starts_of(torch.tensor(cu_seqlens))
     with pytest.raises(ValueError, match=r"cu_seqlens is \[0, 3, 1\]"):
-        sequence.starts_of(torch.tensor([0, 3, 1], dtype=torch.uint8))
+        packing.starts_of(torch.tensor([0, 3, 1], dtype=torch.uint8))
 
 
 def test_starts_without_a_sequence_at_0_have_no_cu_seqlens():
     with pytest.raises(ValueError, match="False at position 0"):
-        sequence.cu_seqlens_of(torch.tensor([[False, True]]))
+        packing.cu_seqlens_of(torch.tensor([[False, True]]))
     with pytest.raises(ValueError, match=r"shape \(1, N\)"):
-        sequence.cu_seqlens_of(torch.ones(2, 2, dtype=torch.bool))
+        packing.cu_seqlens_of(torch.ones(2, 2, dtype=torch.bool))
 
 
 def test_wrong_starts_are_refused():
@@ -256,16 +247,16 @@ def test_wrong_starts_are_refused():
     x = inputs(module, 2, 5)
     for empty in (x[:0], x[:, :0]):
         with pytest.raises(ValueError, match="packed SoftmaxAttention: x has shape"):
-            sequence.packed(module, empty, torch.zeros(empty.shape[:2], dtype=torch.bool))
+            packing.packed(module, empty, torch.zeros(empty.shape[:2], dtype=torch.bool))
     with pytest.raises(ValueError, match="packed SoftmaxAttention: state has 3 rows; expected 2"):
-        sequence.packed(module, x, torch.zeros(2, 5, dtype=torch.bool), module.initial_state(3))
+        packing.packed(module, x, torch.zeros(2, 5, dtype=torch.bool), module.initial_state(3))
     with pytest.raises(ValueError, match=r"packed SoftmaxAttention: starts is torch.bool of shape \(2, 4\)"):
-        sequence.packed(module, x, torch.zeros(2, 4, dtype=torch.bool))
+        packing.packed(module, x, torch.zeros(2, 4, dtype=torch.bool))
     both_ways = Transformer(x.size(-1), 1, 1, causal=False).double()
     with pytest.raises(ValueError, match="packed Transformer: state was given, but causal=False"):
-        sequence.packed(both_ways, x, torch.zeros(2, 5, dtype=torch.bool), module.initial_state(2))
+        packing.packed(both_ways, x, torch.zeros(2, 5, dtype=torch.bool), module.initial_state(2))
     with pytest.raises(ValueError, match="expected booleans"):
-        sequence.packed(module, x, torch.zeros(2, 5))
+        packing.packed(module, x, torch.zeros(2, 5))
 
 
 class Forgetful(torch.nn.Module):
@@ -292,4 +283,4 @@ def test_the_law_packs_modules_of_the_contract():
 def test_a_source_for_each_row_is_refused():
     for module in (case.build() for case in SOURCES):
         with pytest.raises(NotImplementedError, match="give each target a row of its own"):
-            sequence.packed(module, inputs(module, 1, 4), torch.zeros(1, 4, dtype=torch.bool), module.initial_state(1))
+            packing.packed(module, inputs(module, 1, 4), torch.zeros(1, 4, dtype=torch.bool), module.initial_state(1))

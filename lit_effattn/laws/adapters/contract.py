@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from lit_effattn import sequence
 from lit_effattn.laws.adapter import Adapter, Build
+from lit_effattn.nn import packing
 
 
 class ContractAdapter(Adapter):
@@ -78,9 +79,9 @@ class ContractAdapter(Adapter):
 
     @staticmethod
     def packed(module: Any, x: Tensor, lengths: list[int]) -> Tensor:
-        """Return the outputs of `sequence.packed`."""
+        """Return the outputs of `nn.packing.packed`."""
         ends = torch.tensor([0, *lengths], device=x.device).cumsum(0)
-        return sequence.packed(module, x, sequence.starts_of(ends))[0]
+        return packing.packed(module, x, packing.starts_of(ends))[0]
 
     def capabilities(self, module: Any) -> set[str]:
         """Return what is offered: see `Adapter.capabilities`. Rotated keys of two parts can't be combined."""

@@ -15,15 +15,6 @@ from lit_effattn.sequence import SequenceModule, State, reads_values
 
 MEMORY_KEY = "memory_carry"
 
-BOUNDED = (
-    *("TransformerXLAttention", "CompressiveAttention", "InfiniteAttention", "LinearAttention", "PerformerAttention"),
-    "WindowedLinearAttention",
-    *("RetentionAttention", "GatedLinearAttention", "Mamba2Attention", "DeltaNetAttention", "GatedDeltaNetAttention"),
-    "KimiDeltaAttention",
-    "SoftmaxAttention or ShawAttention with a window",
-)
-"""Kinds of attention whose state has a bounded size."""
-
 
 class MemoryCarry(pl.Callback):
     """Carries each stream's detached state from one batch to the next.
@@ -173,5 +164,5 @@ def _check_bounded(module: SequenceModule) -> None:
     remedy = f"set its `{option}`, or use" if option else "use"
     raise ValueError(
         f"MemoryCarry: the state of {type(unbounded[-1]).__name__} grows with every segment, without bound; {remedy} "
-        f"{', '.join(BOUNDED)}"
+        "a kind whose state is bounded; `lit-effattn kinds` says which are"
     )

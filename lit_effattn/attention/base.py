@@ -63,9 +63,9 @@ class Attention(MultiHead):
     """Whether `attend` takes `n_kv_heads` heads of keys and values; if not, they are repeated for all heads."""
 
     extra_parameters: tuple[str, ...] = ()
-    """Parameters, or modules of parameters, that kinds without them lack: `--init_weights` leaves them as initialised.
+    """Names of parameters, or of modules with parameters, that softmax attention does not have.
 
-    Buffers need not be named."""
+    `--init_weights` keeps their initial values if the file does not have them. Buffers are not listed."""
 
     keeps_start = False
     """Whether a `Transformer` leaves the projections as they start, whatever its `init` (gpt2 scales `out_proj`)."""
@@ -144,7 +144,7 @@ class Attention(MultiHead):
         x = without_padding(x, lengths)
         q, k, v = self.project(x)
         if parts() is None:
-            q, k = self._turned(q, k, None if state is None else state.length)
+            q, k = self._rotated(q, k, None if state is None else state.length)
             y, state = self.attend(q, k, v, state, lengths)
         else:
             y, state = self._attend_in_parts(q, k, v, state, lengths)
@@ -164,7 +164,7 @@ class Attention(MultiHead):
             state = self.initial_state(b, device=q.device, dtype=q.dtype)
         seen = valid_lengths(lengths, q, 2)
         if self.rotary is not None:
-            q, k = self._turned(q, k, state.length + group.count(seen)[0])
+            q, k = self._rotated(q, k, state.length + group.count(seen)[0])
         if self.bounded_by is None:
             local = self.summarise(k, v, lengths)
         else:  # all keys: each message is as long as the longest
@@ -200,15 +200,15 @@ class Attention(MultiHead):
             q, k = _normalised(self.q_norm, q), _normalised(self.k_norm, k)
         return (q, k, v) if self.takes_groups else (q, self._for_all_heads(k), self._for_all_heads(v))
 
-    def _turned(self, q: Tensor, k: Tensor, earlier: Tensor | None) -> tuple[Tensor, Tensor]:
+    def _rotated(self, q: Tensor, k: Tensor, earlier: Tensor | None) -> tuple[Tensor, Tensor]:
         """Rotate queries and keys (B, H, N, D_qk) by their positions, after (B,) `earlier` ones, if `rotary` is set."""
         if self.rotary is None:
             return q, k
         position = torch.arange(q.size(2), device=q.device)[None]  # (1, N)
         if earlier is not None:
             position = position + earlier[:, None]  # (B, N)
-        turned = self.rotary.turn(q, position)
-        return turned, turned if k is q else self.rotary.turn(k, position)
+        rotated = self.rotary.turn(q, position)
+        return rotated, rotated if k is q else self.rotary.turn(k, position)
 
     @torch.no_grad()
     def attention_weights(self, x: Tensor, state: State | None = None, lengths: Tensor | None = None) -> Tensor:
@@ -230,7 +230,7 @@ class Attention(MultiHead):
         """
         self.check(x, state, lengths)
         q, k, _ = self.project(without_padding(x, lengths))
-        return self._weights(*self._turned(q, k, None if state is None else state.length), state, lengths)
+        return self._weights(*self._rotated(q, k, None if state is None else state.length), state, lengths)
 
     def _weights(self, q: Tensor, k: Tensor, state: State | None, lengths: Tensor | None) -> Tensor:
         """Return `attention_weights` of queries and keys as `attend` takes them."""

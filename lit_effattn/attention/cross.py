@@ -261,6 +261,8 @@ class LinearCrossAttention(CrossAttention):
         feature_map: Makes φ from the dimension of a head's queries and keys.
     """
 
+    divides_heads = True
+
     def __init__(
         self,
         d_model: int,

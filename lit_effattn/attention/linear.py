@@ -47,6 +47,7 @@ class LinearAttention(Attention):
     """
 
     takes_parts = True
+    divides_heads = True
     extra_parameters = ("feature_map",)
 
     def __init__(

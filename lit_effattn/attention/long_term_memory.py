@@ -30,7 +30,7 @@ from lit_effattn.sequence import accumulator, reads_values
 Sampling = Literal["quantiles", "bins"]
 
 _TOGETHER = 4096
-"""Positions that attend to their signals at once, unless `sticky`: fewer operators, with bounded memory."""
+"""Number of positions that attend to their signals in one operator, unless `sticky`. It bounds the memory."""
 
 _LEAST_VARIANCE = 1e-6  # σ = 0.001, far narrower than any basis function: keeps ln σ² finite
 
@@ -203,14 +203,14 @@ class LongTermMemory:
             end = numbers * self.segment_len - state.length[:, None] + inputs.size(1) - n  # (B, K), in `inputs`
             fits = self._fits(inputs.to(q.dtype), end, numbers == 1)
             batches = zip(queries.split(together, 1), groups.attends[:, low:high].split(together, 1), strict=True)
-            for start, (some, attending) in zip(range(low, high, together), batches, strict=True):
+            for start, (group, attending) in zip(range(low, high, together), batches, strict=True):
                 signals = []
-                for g in range(start, start + some.size(1)):
+                for g in range(start, start + group.size(1)):
                     if g > 0:
                         rows, before = groups.attends[:, g].any(1), numbers[:, g - first] - 1
                         state = self._write(state, fits[g - first], rows, before, training)
                     signals.append(state.coefficients)
-                y, state = self._recall(some, torch.stack(signals, 1), state, attending)
+                y, state = self._recall(group, torch.stack(signals, 1), state, attending)
                 out.append(y)
         count = groups.attends.sum((1, 2)).clamp(min=1)
         state = state._replace(loss=self.kl_weight * state.loss / (self.n_heads * count))

@@ -220,6 +220,6 @@ class LSHAttention(Attention):
         """
         self.check(x, state, lengths)
         q, k, _ = self.project(without_padding(x, lengths))
-        q, _ = self._turned(q, k, None if state is None else state.length)
+        q, _ = self._rotated(q, k, None if state is None else state.length)
         with torch.autocast(x.device.type, enabled=False):
             return self._buckets(q.to(accumulator(q.dtype)), lengths)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -25,7 +28,7 @@ class MultiHead(SequenceModule):
     """Dimensions of a head's queries and keys."""
 
     heads: slice | None = None
-    """Which of all heads these are. None: all."""
+    """The heads that this process computes, as indices of all heads. None: all."""
 
     divides_heads = False
     """Whether each process may compute some of the heads: see `lit_effattn.distributed.tensor_parallel`.
@@ -88,7 +91,7 @@ class MultiHead(SequenceModule):
         if not self.divides_heads:
             raise ValueError(
                 f"tensor_parallel_size={size}: {type(self).__name__} does not divide its heads among processes; leave "
-                "it out, or choose SoftmaxAttention, LinearAttention or PerformerAttention"
+                f"it out, or choose {kinds_with('divides_heads')}"
             )
         for option in ("n_heads", "n_kv_heads"):
             if getattr(self, option, size) % size:
@@ -104,3 +107,13 @@ class MultiHead(SequenceModule):
     def _heads(self, x: Tensor, n_heads: int | None = None) -> Tensor:
         """Split the width into heads: (B, N, H · D) -> (B, H, N, D)."""
         return x.unflatten(2, (n_heads or self.n_heads, -1)).transpose(1, 2)
+
+
+def kinds_with(attribute: str) -> str:
+    """Return the names of the library's kinds whose class has a true `attribute`, for messages."""
+    kinds: list[Any] = [MultiHead]
+    for kind in kinds:
+        kinds.extend(below for below in kind.__subclasses__() if below.__module__.startswith("lit_effattn."))
+    return ", ".join(
+        sorted({kind.__name__ for kind in kinds if getattr(kind, attribute) and not inspect.isabstract(kind)})
+    )

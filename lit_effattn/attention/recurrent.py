@@ -232,7 +232,7 @@ class RecurrentAttention(Attention):
             q, k, v = channels.split([width, width, self.n_heads * self.head_dim], -1)
             q, k = self.features(*(t.unflatten(2, (self.n_qk_heads, -1)) for t in (q, k)))
             v = v.unflatten(2, (self.n_heads, -1))  # (B, N, H, D)
-            q, k = self._turned(q.transpose(1, 2), k.transpose(1, 2), state.length if self.causal else None)
+            q, k = self._rotated(q.transpose(1, 2), k.transpose(1, 2), state.length if self.causal else None)
             q, k = (self._for_all_heads(t).transpose(1, 2) for t in (q, k))  # (B, N, H, D_qk)
             log_decay, beta, step = gates
             if not self.causal:

@@ -384,7 +384,7 @@ class TransformerXLAttention(Attention):
     def _order(
         self, n: int, m: int, state: State | None, lengths: Tensor | None, device: torch.device
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the positions of N queries, and of the keys of M positions before them and their own.
+        """Return the positions of N queries and of M + N keys: those of M earlier positions, then those of the queries.
 
         Returns:
             The queries' positions (B or 1, N, 1), the keys' positions (B or 1, 1, M + N), and whether a key exists and,

@@ -118,9 +118,10 @@ class WindowedLinearAttention(Attention):
         return y.to(v.dtype), WindowedLinearState(held_keys, held_values, s, z, state.length + seen)
 
     def _leaving(self, keys: Tensor, past: Tensor, seen: Tensor) -> Tensor:
-        """Return φ of the first N keys (B, H, N, D) after the cache's start, 0 for those that do not leave the window.
+        """Return φ of the first N of the cached and new keys, (B, H, N, D), 0 for those that stay in the window.
 
-        Of M cached keys the last `past` exist. In a row with `seen` new positions as many slots leave, empty or not.
+        The last `past` (B,) of the cached keys are valid. In a row with `seen` (B,) new positions the first `seen`
+        slots leave the window, valid or not.
         """
         leaves = self._leaves(keys.size(2), past, seen)  # (B, N)
         return self.feature_map.keys(keys).masked_fill(~leaves[:, None, :, None], 0)

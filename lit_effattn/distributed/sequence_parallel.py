@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from lit_effattn.attention.multi_head import kinds_with
 from lit_effattn.sequence import SequenceModule, State, in_parts, map_tensors, tensors
 
 
@@ -40,14 +41,13 @@ class Parts:
         """Return the message for a user who calls a module without `takes_parts` inside `sequence_parallel`."""
         return (
             f"{type(module).__name__} does not support sequence_parallel, in which a process has a part of each "
-            "sequence; causal LinearAttention, PerformerAttention, WindowedLinearAttention, SoftmaxAttention and "
-            "ShawAttention do, and TransformerXLAttention with same_length"
+            f"sequence; causal layers do of {kinds_with('takes_parts')}, and of TransformerXLAttention with same_length"
         )
 
     def count(self, seen: Tensor) -> tuple[Tensor, Tensor]:
         """Return the numbers of positions of the earlier parts and of all parts, (B,) each, given this part's (B,)."""
-        everyone = self._gather(seen)  # (P, B)
-        return everyone[: self.rank].sum(0), everyone.sum(0)
+        counts = self._gather(seen)  # (P, B)
+        return counts[: self.rank].sum(0), counts.sum(0)
 
     def longest(self, seen: Tensor) -> int:
         """Return the number of positions of the longest row of any part, given this part's (B,)."""
@@ -70,15 +70,14 @@ class Parts:
             part: The state after this process's part, made from an empty state.
             before: The state before the first part, the same in all processes. The state after all parts has its types.
         """
-        everyone = self._gather_states(part)
-        here = after = before
-        for rank, other in enumerate(everyone):
+        earlier = after = before
+        for rank, other in enumerate(self._gather_states(part)):
             after = combine(after, other)
             # A part that is not earlier is multiplied by 0, not left out: the backward pass of the message is a
             # collective call, which every process has to reach.
-            here = after if rank < self.rank else _with_graph_of(here, other)
+            earlier = after if rank < self.rank else _with_graph_of(earlier, other)
         types = (t.dtype for t in tensors(before))
-        return here, map_tensors(lambda t: t.to(next(types)), after)
+        return earlier, map_tensors(lambda t: t.to(next(types)), after)
 
     def _gather_states(self, part: State) -> list[State]:
         """Gather the tensors of a state in one message."""

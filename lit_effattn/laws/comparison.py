@@ -99,9 +99,9 @@ def difference(check: Check, tolerance: Tolerance) -> Difference | None:
     for name, b in expected.items():
         a = got[name]
         if a.shape != b.shape or a.dtype != b.dtype:
-            told, wanted = (f"{t.dtype} of shape {tuple(t.shape)}" for t in (a, b))
-            return Difference(f"{check.what}: {told} in place of {wanted}", of=name)
-    rtol, atol, _, most = EXACT if check.exact else tolerance
+            actual, wanted = (f"{t.dtype} of shape {tuple(t.shape)}" for t in (a, b))
+            return Difference(f"{check.what}: {actual} in place of {wanted}", of=name)
+    rtol, atol, _, largest = EXACT if check.exact else tolerance
     if all(torch.equal(got[name], b) for name, b in expected.items()):
         return None
     sizes = [b.abs().max().item() for b in expected.values() if b.numel()]
@@ -109,7 +109,7 @@ def difference(check: Check, tolerance: Tolerance) -> Difference | None:
     worst: Difference | None = None
     for name, b in expected.items():
         gap = (got[name] - b).abs()
-        wrong = ~(gap.isfinite() & (gap <= rtol * b.abs() + atol * min(most, scale)))
+        wrong = ~(gap.isfinite() & (gap <= rtol * b.abs() + atol * min(largest, scale)))
         if not wrong.any():
             continue
         largest = gap.max().item() if not gap.isnan().any() else float("nan")

@@ -113,8 +113,8 @@ class Law(ABC):
 
     def applies(self, trial: Trial) -> bool:
         """Return whether the law says anything about a case that shrinking has made."""
-        least, most = self.segments
-        return least <= len(trial.way) <= most
+        fewest, largest = self.segments
+        return fewest <= len(trial.way) <= largest
 
 
 @dataclass(frozen=True)

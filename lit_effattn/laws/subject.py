@@ -214,9 +214,9 @@ def splits(n: int, unit: int) -> list[list[int]]:
     """Return ways to cut a stream of n positions, n > 2 unit: steps, across borders, several units, and at random."""
     generator = torch.Generator().manual_seed(n)
     ways = [[1] * n, [unit + 1, 1, 1, n - unit - 3], [1, n - 2, 1], [2 * unit, n - 2 * unit]]
-    for most in (3, unit + 2, 3 * unit):
+    for longest in (3, unit + 2, 3 * unit):
         way: list[int] = []
         while sum(way) < n:
-            way.append(min(int(torch.randint(1, most + 1, (), generator=generator)), n - sum(way)))
+            way.append(min(int(torch.randint(1, longest + 1, (), generator=generator)), n - sum(way)))
         ways.append(way)
     return ways

@@ -188,9 +188,11 @@ class AdaptiveHead(Head):
         choice = torch.where(band == 0, flat, self.bands.sizes[0] + band - 1)
         nll = F.cross_entropy(self._first(h), choice, reduction="none")
         for i in range(1, len(self.bands)):
-            here = (band == i).nonzero()[:, 0]  # computed even if empty: DDP waits for every gradient
-            within = F.cross_entropy(self._within(h[here], i), flat[here] - self.bands.starts[i], reduction="none")
-            nll = nll.index_add(0, here, within)
+            of_band = (band == i).nonzero()[:, 0]  # computed even if empty: DDP waits for every gradient
+            within = F.cross_entropy(
+                self._within(h[of_band], i), flat[of_band] - self.bands.starts[i], reduction="none"
+            )
+            nll = nll.index_add(0, of_band, within)
         return nll.view(target.shape)
 
     @torch.compiler.disable(reason="which rows a band has depends on the data")

@@ -19,7 +19,9 @@ _MASKED = 2**22
 def dot_product_attention(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, *, is_causal: bool = False, dropout: float = 0.0
 ) -> Tensor:
-    """Compute `torch.nn.functional.scaled_dot_product_attention`; keys and values may have fewer heads, shared in turn.
+    """Compute `torch.nn.functional.scaled_dot_product_attention`; keys and values may have fewer heads.
+
+    Consecutive heads of queries then share a head of keys and values.
 
     On the CPU, training in bfloat16 with fewer than 256 keys is computed in float32: PyTorch's backward pass in
     bfloat16 takes up to ten times as long there.

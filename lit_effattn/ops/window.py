@@ -20,8 +20,8 @@ def windowed_attention(
 
     Args:
         q: (B, H, N, D).
-        k: (B, H, M + N, D): the keys of the M positions before the first query, then its own. H may be fewer than the
-            queries' heads, which then share them in turn.
+        k: (B, H, M + N, D): the keys of the M positions before the first query, then its own. There may be
+            fewer heads than queries have; consecutive heads of queries then share one.
         v: (B, H, M + N, D).
         window: Number of keys that a query sees, at least 1. M is at most window − 1.
         past: (B,), number of valid earlier positions, the last of the M; None: all M.

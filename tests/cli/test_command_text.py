@@ -298,7 +298,7 @@ def test_without_a_memory_length_there_is_no_window(capsys: pytest.CaptureFixtur
     config["model"]["init_args"]["backbone"]["init_args"]["attention"] = "LinearAttention"
     Path("linear.yaml").write_text(yaml.safe_dump(config))
     output = fails(capsys, "fit", "--config", "linear.yaml", "--model.backbone.attention", "SoftmaxAttention")
-    assert "SoftmaxAttention grows with every segment, without bound; set its `window`, or use Transfor" in output
+    assert "SoftmaxAttention grows with every segment, without bound; set its `window`, or use a kind w" in output
 
 
 # ------------------------------------------------------------------------------------------------ what is refused

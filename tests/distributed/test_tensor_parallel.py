@@ -28,6 +28,6 @@ def test_a_kind_that_does_not_divide_its_heads_names_those_that_do():
     others = {name: kind for name, kind in attention_kinds().items() if not kind(12, 2).divides_heads}
     assert others
     for (name, kind), n_heads in product(others.items(), (2, 3)):
-        said = rf"^tensor_parallel_size=2: {name} does not divide .*; leave it out, or choose SoftmaxAttention, [^\n]*$"
+        said = rf"^tensor_parallel_size=2: {name} does not divide .*; leave it out, or choose LinearAttention, [^\n]*$"
         with pytest.raises(ValueError, match=said):
             divide(Transformer(12, n_heads, 1, attention=kind, positions=None), TWO)

@@ -45,8 +45,8 @@ def test_every_file_of_attention_exports_a_kind():
     pending: list[type] = [Attention, CrossAttention]
     for cls in pending:
         pending += [c for c in cls.__subclasses__() if c.__module__.startswith("lit_effattn.")]
-    kinds = {c.__name__ for c in pending if not c.__name__.startswith("_")}  # without bases of several kinds
-    assert kinds <= set(lit_effattn.attention.__all__)
+    public = {c.__name__ for c in pending if not c.__name__.startswith("_")}  # others are bases of several kinds
+    assert public <= set(lit_effattn.attention.__all__)
 
 
 # --------------------------------------------------------------------------------------------- the laws of any module

@@ -19,7 +19,8 @@ from lit_effattn.datamodules.common.tokens import IGNORE, TokenBatch
 from lit_effattn.datamodules.text.tokenizers import NumberTokenizer, Tokenizer
 from lit_effattn.nn.evaluating import evaluating
 from lit_effattn.nn.heads import CategoricalHead, HeadFactory
-from lit_effattn.sequence import SequenceModule, State, first_positions, packed
+from lit_effattn.nn.packing import first_positions, packed
+from lit_effattn.sequence import SequenceModule, State
 from lit_effattn.tasks.auxiliary import mean_of_scored
 from lit_effattn.tasks.base import Objective, Task, check_backbone, check_fields, check_integers
 from lit_effattn.tasks.document_scores import of_positions, write_documents

@@ -5,7 +5,7 @@
     dpkg -x libreoffice-help-de_*.deb german
     python -m scripts.libreoffice_pairs english german data/libreoffice
 
-The last command writes train.tsv, val.tsv and test.tsv for `SequencePairs(corpus="tsv")`. Help pages of the same name
+The last command writes train.tsv, val.tsv and test.tsv for `SequencePairs(corpus="files")`. Help pages of the same name
 have paragraphs with the same ids, which makes the pairs. All pairs of a page are in the same split: test or validation
 by a hash of its name, one page in 20 each. Pairs whose source text also occurs in train are left out of val and test,
 and pairs whose source text occurs in val are left out of test. Each pair is written once. The texts are under the

@@ -76,7 +76,8 @@ def test_a_kind_of_your_own_keeps_the_segment_law():
 
 
 def test_the_codec_of_an_exported_model_is_its_tokenizer():
-    tokenizers = pytest.importorskip("tokenizers")
+    import tokenizers
+
     from lit_effattn.datamodules.text.tokenizers import BPETokenizer, PretrainedTokenizer
 
     codec = run(block("docs/export.md", "def codec(about)"))["codec"]

@@ -34,6 +34,7 @@ _OTHER = (
     (b"PK\x05\x06", "an empty zip archive"),
     (b"\xfd7zXZ\x00", "an xz archive"),
     (b"\x28\xb5\x2f\xfd", "a zstd archive"),
+    *((b"BZh%d1AY&SY" % level, "a bzip2 archive") for level in range(1, 10)),
     (b"7z\xbc\xaf\x27\x1c", "a 7z archive"),
     (b"%PDF-", "a PDF"),
     (b"\x89PNG\r\n", "a PNG image"),
@@ -46,15 +47,10 @@ _OTHER = (
 
 
 class Walked(NamedTuple):
-    """The files of a folder.
+    """The files of a folder."""
 
-    Attributes:
-        files: The files that are data, in the order of their names.
-        left_out: By reason, the files and folders that are not read.
-    """
-
-    files: list[Path]
-    left_out: dict[str, list[Path]]
+    files: list[Path]  # the data, in the order of their names
+    left_out: dict[str, list[Path]]  # by reason
 
     @property
     def faults(self) -> Faults:

@@ -262,7 +262,7 @@ class ImageArray(PixelDataset):
 
 @dataclass(eq=False)
 class ImageFiles(PixelDataset):
-    """Image files, each read on access."""
+    """Image files, each read on access. Their `identity` is of their names and sizes, not of their contents."""
 
     paths: list[Path]
     image_shape: tuple[int, int, int]

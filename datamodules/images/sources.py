@@ -40,13 +40,6 @@ def _split_off(values: Tensor, **counts: int) -> dict[str, Tensor]:
 def images(dataset: str, root: Path, test: bool, stride: int) -> dict[str, Tensor]:
     """Return the images of each split, (n, H, W, C) of uint8.
 
-    Args:
-        dataset: digits and photos: all splits are returned. mnist, fashion_mnist and cifar10: "test", or else "train"
-            and "val".
-        root: Folder of the files.
-        test: Whether the test images are needed.
-        stride: photos: pixels from one training crop to the next.
-
     Raises:
         ValueError: If a file of mnist or fashion_mnist is damaged, or photos needs scikit-learn.
     """
@@ -120,11 +113,6 @@ def _official_splits(dataset: str, values: Tensor, test: bool) -> dict[str, Tens
 
 def prepare_idx(name: str, root: Path, download: bool) -> None:
     """Make sure that the files of mnist or fashion_mnist are in `root`, unpacked.
-
-    Args:
-        name: mnist or fashion_mnist.
-        root: The folder.
-        download: Whether to download files that are missing.
 
     Raises:
         FileNotFoundError: If they are missing and not downloaded.

@@ -33,11 +33,12 @@ class LengthBatched(DataModule):
     """Items of a corpus, or in prediction the lines of a file, in batches of similar length.
 
     Args:
+        max_items: Maximum number of items in a batch. Default: no maximum.
         batch_tokens: Maximum number of positions of a training batch of one process, padding included.
         eval_batch_tokens: The same in validation, test and prediction. Default: `batch_tokens`.
-        max_items: Maximum number of items in a batch. Default: no maximum.
-        source_file: predict: a file with one text a line, used instead of the test split.
-        sources: predict: the texts themselves, instead of a file.
+        source_file: predict: a file with one text a line, used instead of the test split. What is to be predicted is
+            unknown. The corpus is then not needed if the checkpoint is given. The file is held in memory.
+        sources: predict: the texts themselves, instead of a file: `lit-effattn predict TEXT ...`.
         seed: Seed of the order of the training items.
         num_workers: Worker processes that load data; 0: none.
     """
@@ -47,13 +48,14 @@ class LengthBatched(DataModule):
 
     def __init__(
         self,
-        batch_tokens: int,
-        eval_batch_tokens: int | None,
         max_items: int | None,
-        source_file: str | None,
-        sources: list[str] | None,
-        seed: int,
-        num_workers: int,
+        *,
+        batch_tokens: int,
+        eval_batch_tokens: int | None = None,
+        source_file: str | None = None,
+        sources: list[str] | None = None,
+        seed: int = 0,
+        num_workers: int = 0,
     ) -> None:
         super().__init__()
         at_least(1, batch_tokens=batch_tokens, eval_batch_tokens=eval_batch_tokens)

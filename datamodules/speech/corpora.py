@@ -6,8 +6,10 @@ import sys
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from lit_effattn.datamodules.common.files import open_utf8, read_text, walk
+from lit_effattn.datamodules.common.faults import Fault
+from lit_effattn.datamodules.common.files import read_text, walk
 from lit_effattn.datamodules.common.json_data import parse_json
+from lit_effattn.datamodules.common.records import read_objects
 from lit_effattn.datamodules.speech.espeak import ESPEAK_MINUTES, make_corpus
 from lit_effattn.datamodules.speech.phonemes import ESPEAK_PHONES, Lexicon, Pronouncer, pronounced
 from lit_effattn.datamodules.speech.utterances import SpeechCorpus, Utterance
@@ -51,13 +53,14 @@ def read_manifest(path: Path, *, spoken: bool = True) -> list[ManifestLine]:
             '{"audio_filepath": "a.wav", "duration": 2.5, "text": "hello"} for every utterance'
         )
     lines, bad = [], []
-    with open_utf8(path) as file:
-        for number, line in enumerate(file, 1):
-            if line.strip():
-                try:
-                    lines.append(_manifest_line(line, f"{path}:{number}", path.parent, spoken))
-                except ValueError as error:
-                    bad.append(f"{path}:{number}: {error}")
+    for record in read_objects(path):
+        if isinstance(record, Fault):
+            bad += [record.message] if record.reason != "empty" else []
+            continue
+        try:
+            lines.append(_manifest_line(*record, path.parent, spoken))
+        except ValueError as error:
+            bad.append(f"{record.where}: {error}")
     if bad:
         more = f"\nand {len(bad) - _SHOWN} more" if len(bad) > _SHOWN else ""
         raise ValueError("\n".join(bad[:_SHOWN]) + f"{more}\ncorrect or delete these lines")
@@ -67,16 +70,11 @@ def read_manifest(path: Path, *, spoken: bool = True) -> list[ManifestLine]:
     return lines
 
 
-def _manifest_line(line: bytes, where: str, folder: Path, spoken: bool) -> ManifestLine:
+def _manifest_line(where: str, fields: Any, folder: Path, spoken: bool) -> ManifestLine:
     try:
-        fields = parse_json(line.decode())
         os.fsencode(json.dumps(fields, ensure_ascii=False))
-    except UnicodeDecodeError as error:
-        raise ValueError(f"is not UTF-8 ({error.reason} at byte {error.start})") from error
     except UnicodeEncodeError as error:  # a name of a file need not be UTF-8, and is then written in \udc80 to \udcff
         raise ValueError(f"has half of a character, {error.object[error.start]!r}") from error
-    except ValueError as error:
-        raise ValueError(f"is not JSON ({error})") from error
     if not isinstance(fields, dict):
         raise ValueError("is not a JSON object, {…}")
     audio = _string(fields, "audio_filepath")
@@ -352,7 +350,7 @@ class EspeakCorpus(SpeechCorpus):
     The same arguments give the same files with the same Python and espeak-ng, whose versions are in `about.json`.
 
     Args:
-        root: Folder of the corpus; made by `prepare`, or by `python -m lit_effattn.datamodules.speech.espeak`.
+        root: Folder of the corpus; made by `prepare`.
         minutes: Minutes of audio: 80 % for training, 10 % for validation, 10 % for test.
 
     Raises:

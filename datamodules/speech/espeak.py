@@ -1,10 +1,7 @@
-"""Synthesis of a corpus of English speech with espeak-ng, labelled with the phones that espeak-ng reports.
+"""Synthesis of a corpus of English speech with espeak-ng, labelled with the phones that espeak-ng reports."""
 
-python -m lit_effattn.datamodules.speech.espeak --help
-"""
-
-import argparse
 import ast
+import base64
 import ctypes.util
 import hashlib
 import json
@@ -14,7 +11,7 @@ import subprocess
 import sys
 import sysconfig
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import closing
+from contextlib import closing, suppress
 from functools import partial
 from importlib.util import find_spec
 from itertools import pairwise
@@ -26,11 +23,11 @@ import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
 from lit_effattn.datamodules.common.bars import progress_bar
-from lit_effattn.datamodules.common.cache import cached_folder
 from lit_effattn.datamodules.common.files import regular
 from lit_effattn.datamodules.common.json_data import parse_json
 from lit_effattn.datamodules.common.python_library import library_files
-from lit_effattn.datamodules.common.splits import SPLITS, fixed_order
+from lit_effattn.datamodules.common.splits import fixed_order
+from lit_effattn.datamodules.common.store import cached_folder
 from lit_effattn.datamodules.speech.phonemes import espeak_phones
 
 FORMAT = 1
@@ -70,28 +67,21 @@ class Speaker(NamedTuple):
 
 
 class Spoken(NamedTuple):
-    """A synthesised text.
+    """A synthesised text."""
 
-    Attributes:
-        samples: (n,) 16-bit integers at `SAMPLE_RATE`.
-        phones: The spoken phones.
-        times: Start and end of each phone, in seconds.
-    """
-
-    samples: np.ndarray
+    samples: np.ndarray  # (n,) 16-bit integers at `SAMPLE_RATE`
     phones: list[str]
-    times: list[tuple[float, float]]
+    times: list[tuple[float, float]]  # start and end of each phone, in seconds
 
 
 def speakers(split: str) -> list[Speaker]:
     """Return the speakers of a split in a fixed order: every dialect with each of the split's variants."""
     voices = [f"{dialect}+{variant}" for variant in _VARIANTS[split] for dialect in _DIALECTS]
-    return [_speaker(voices[i]) for i in fixed_order(voices)]
-
-
-def _speaker(voice: str) -> Speaker:
-    digest = hashlib.sha256(voice.encode()).digest()
-    return Speaker(voice, _RATES[digest[0] % len(_RATES)], _PITCHES[digest[1] % len(_PITCHES)])
+    digests = [hashlib.sha256(voice.encode()).digest() for voice in voices]
+    return [
+        Speaker(voices[i], _RATES[digests[i][0] % len(_RATES)], _PITCHES[digests[i][1] % len(_PITCHES)])
+        for i in fixed_order(voices)
+    ]
 
 
 # ---------------------------------------------------------------------------------------------------------- sentences
@@ -114,23 +104,18 @@ def library_sentences() -> list[list[str]]:
 
 
 def _documentation() -> Iterator[str]:
+    """Yield the topics of `help`, and the docstrings of the library's modules, classes and functions."""
     from pydoc_data.topics import topics
 
     yield from topics.values()
-    root = Path(sysconfig.get_paths()["stdlib"])
-    for path in library_files(root):
+    for path in library_files(Path(sysconfig.get_paths()["stdlib"])):
         try:
             tree = ast.parse(path.read_bytes())
         except SyntaxError:  # deliberate, in inputs of tests and of translators of old code
             continue
-        yield from docstrings(tree)
-
-
-def docstrings(tree: ast.Module) -> Iterator[str]:
-    """Yield the docstrings of a module, its classes and functions; "" for those without."""
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
-            yield ast.get_docstring(node) or ""
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+                yield ast.get_docstring(node) or ""
 
 
 def sentences_of(text: str) -> Iterator[str]:
@@ -180,73 +165,54 @@ class Synthesizer:
     """espeak-ng in a separate process, which `close` ends. The same texts in the same order give the same audio.
 
     Attributes:
-        version: Version of espeak-ng.
+        version: Version of espeak-ng; None before the first text.
 
     Raises:
         ModuleNotFoundError: If espeak-ng is not installed.
-        ChildProcessError: If the process does not start.
     """
+
+    version: str | None = None
 
     def __init__(self) -> None:
         library, data = espeak_library()
         program = Path(__file__).with_name("espeak_process.py")
         command = [sys.executable, str(program), library, *([] if data is None else [data])]
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        self._requests, self._answers = self._process.stdin, self._process.stdout
-        try:
-            hello = self._answer()
-        except ChildProcessError:
-            self.close()
-            raise
-        self.version: str = hello["version"]
-        self._sample_rate: int = hello["sample_rate"]
 
     def say(self, speaker: Speaker, text: str) -> Spoken:
         """Synthesise `text`.
 
         Raises:
-            ChildProcessError: If espeak-ng has no such voice, or the process has ended.
+            ChildProcessError: If espeak-ng does not start or has no such voice, or the process has ended.
             ValueError: If espeak-ng reports a sound that `espeak_phones` does not know.
         """
-        request = speaker._asdict() | {"text": text}
-        try:
-            self._requests.write(json.dumps(request).encode() + b"\n")
-            self._requests.flush()
-        except BrokenPipeError as error:
-            raise ChildProcessError(f"the espeak-ng process ended before {text!r}") from error
-        answer = self._answer()
-        audio = np.frombuffer(self._answers.read(2 * answer["samples"]), np.int16)
-        phones, times = timed_phones(answer["phones"], len(audio), self._sample_rate)
-        return Spoken(_resampled(audio, self._sample_rate), phones, times)
-
-    def _answer(self) -> dict[str, Any]:
-        line = self._answers.readline()
-        if not line:
-            raise ChildProcessError(f"the espeak-ng process ended with status {self._process.wait()}")
-        answer = json.loads(line)
-        if "error" in answer:
-            raise ChildProcessError(answer["error"])
-        return answer
+        requests, answers = self._process.stdin, self._process.stdout
+        assert requests is not None
+        assert answers is not None
+        with suppress(BrokenPipeError):  # the process has ended, perhaps with an answer
+            requests.write(json.dumps(speaker._asdict() | {"text": text}).encode() + b"\n")
+            requests.flush()
+        answer = json.loads(answers.readline() or b"{}")
+        if "audio" not in answer:
+            ended = f"the espeak-ng process ended before {text!r}"
+            raise ChildProcessError(answer.get("error", ended))
+        self.version, rate = answer["version"], answer["sample_rate"]
+        audio = np.frombuffer(base64.b64decode(answer["audio"]), np.int16)
+        return Spoken(_resampled(audio, rate), *timed_phones(answer["phones"], len(audio), rate))
 
     def close(self) -> None:
         """End the process."""
-        self._process.communicate()  # no more requests
+        with suppress(BrokenPipeError):
+            self._process.communicate()  # no more requests
 
 
 def timed_phones(
     sounds: Iterable[tuple[str, int]], n_samples: int, sample_rate: int
 ) -> tuple[list[str], list[tuple[float, float]]]:
-    """Convert espeak-ng's sounds to phones, with the start and end of each in seconds.
+    """Convert espeak-ng's sounds, names and first samples, to phones, with the start and end of each in seconds.
 
     A sound lasts until the next one, pauses included. A sound of two phones is halved. A final l or r may have length
     0, since it is the end of its vowel.
-
-    Args:
-        sounds: Names and first samples.
-        n_samples: Total number of samples.
-        sample_rate: Sampling rate in Hz.
     """
     sounds = list(sounds)
     phones, times = list[str](), list[tuple[float, float]]()
@@ -271,10 +237,6 @@ def _resampled(audio: np.ndarray, sample_rate: int) -> np.ndarray:
 
 def make_corpus(root: Path, minutes: float) -> None:
     """Make a corpus in a folder unless it exists: FLAC files, and a manifest for each split.
-
-    Args:
-        root: The folder.
-        minutes: Minutes of audio: 80 % for training, 10 % for validation, 10 % for test.
 
     Raises:
         FileExistsError: If the folder has other files.
@@ -305,12 +267,12 @@ def _make(folder: Path, minutes: float) -> None:
     about: dict[str, Any] = {"format": FORMAT, "minutes": minutes, "python": sys.version.split()[0]}
     rank_zero_info(f"Synthesising {minutes:g} minutes of speech with espeak-ng, once")
     with closing(Synthesizer()) as voice, progress_bar() as bar:
-        about["espeak-ng"] = voice.version
-        sentences = iter(library_sentences())  # after espeak-ng has started, since this takes seconds
+        sentences = iter(library_sentences())  # after espeak-ng was found, since this takes seconds
         task = bar.add_task("Synthesising speech", total=minutes * 60)
         for split, share in _SHARES.items():
             seconds = share * minutes * 60
             about[split] = _make_split(folder, split, seconds, sentences, voice, partial(bar.advance, task))
+        about["espeak-ng"] = voice.version
     (folder / ABOUT).write_text(json.dumps(about, indent=1) + "\n")
 
 
@@ -340,39 +302,9 @@ def _make_split(
                 name = f"{split}/{n:05d}-{speaker.voice}.flac"
                 soundfile.write(folder / name, spoken.samples, SAMPLE_RATE, subtype="PCM_16")
                 duration = len(spoken.samples) / SAMPLE_RATE
-                line = {
-                    "audio_filepath": name,
-                    "duration": round(duration, 4),
-                    "text": text,
-                    "phonemes": spoken.phones,
-                    "times": spoken.times,
-                    "speaker": speaker.voice,
-                }
+                line = {"audio_filepath": name, "duration": round(duration, 4), "text": text}
+                line |= {"phonemes": spoken.phones, "times": spoken.times, "speaker": speaker.voice}
                 manifest.write(json.dumps(line, ensure_ascii=False) + "\n")
                 n, n_phones, done = n + 1, n_phones + len(spoken.phones), done + duration
                 advance(duration)
     return {"utterances": n, "minutes": round(done / 60, 2), "phones": n_phones, "phones/s": round(n_phones / done, 2)}
-
-
-def main(arguments: list[str] | None = None) -> None:
-    """Make a corpus from the command line."""
-    parser = argparse.ArgumentParser(
-        prog="python -m lit_effattn.datamodules.speech.espeak",
-        description="Synthesise a corpus of English speech, labelled with phones: 8 dialects, 13 variants of the "
-        "voice, several speeds and pitches, sentences from the documentation of Python's library. Training, "
-        "validation and test share no sentence and no variant. The same arguments give the same files.",
-    )
-    parser.add_argument("--root", default="data/espeak", help="folder to create (default: %(default)s)")
-    parser.add_argument("--minutes", type=float, default=ESPEAK_MINUTES, help="of audio (default: %(default)g)")
-    options = parser.parse_args(arguments)
-    try:
-        make_corpus(Path(options.root), options.minutes)
-    except (ModuleNotFoundError, OSError, ValueError) as error:
-        parser.exit(1, f"{parser.prog}: error: {error}\n")
-    about = json.loads((Path(options.root) / ABOUT).read_text())
-    for split in SPLITS:
-        print(f"{split:5}  " + "  ".join(f"{value} {name}" for name, value in about[split].items()))
-
-
-if __name__ == "__main__":
-    main()

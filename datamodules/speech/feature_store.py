@@ -1,14 +1,10 @@
 """Features of recordings. Each is read once to find faults and statistics, and may be cached in a file."""
 
-import hashlib
-import json
-import os
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import partial
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -16,13 +12,13 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from lit_effattn.datamodules.common.bars import progress_bar
-from lit_effattn.datamodules.common.cache import cached_folder, write_about
 from lit_effattn.datamodules.common.faults import Fault
+from lit_effattn.datamodules.common.store import ArrayWriter, StoredArray, cached, read_about, write_about
 from lit_effattn.datamodules.speech.audio import AudioError, read_audio
 from lit_effattn.datamodules.speech.filterbanks import Filterbanks, moments
 from lit_effattn.datamodules.speech.utterances import Utterance
 
-FORMAT = 2
+FORMAT = 3
 """Version of the file format. Increment it if the same recordings give different files."""
 
 _QUICK = 500  # fewer utterances show no progress bar
@@ -84,32 +80,18 @@ class Readings(NamedTuple):
 
 @dataclass(eq=False)
 class Features:
-    """The features of utterances, (T, F) each, not normalised.
-
-    Args:
-        utterances: The utterances.
-        reader: Reads the utterances.
-        readings: Frames, faults and statistics of the utterances.
-        file: The features of all utterances, (frames, F); None: they are computed on each access.
-    """
+    """The features of utterances, (T, F) each, not normalised."""
 
     utterances: Sequence[Utterance]
     reader: FeatureReader
     readings: Readings
-    file: Path | None = None
-
-    @cached_property
-    def _borders(self) -> np.ndarray:
-        return np.concatenate([[0], np.cumsum(self.readings.n_frames)])
+    stored: StoredArray | None = None
 
     def __getitem__(self, i: int) -> Tensor:
         """Return the features of utterance `i`, which must have no fault."""
-        if self.file is None:
+        if self.stored is None:
             return self.reader(self.utterances[i])
-        # Mapped again on each call, which is fast: a stored memmap would be copied whole to spawned workers.
-        shape = (int(self.readings.n_frames[i]), self.reader.filterbanks.n_mels)
-        frames = np.memmap(self.file, np.float32, mode="r", offset=4 * shape[1] * int(self._borders[i]), shape=shape)
-        return torch.from_numpy(np.array(frames))
+        return torch.from_numpy(np.array(self.stored[i]))
 
     def changed(self, i: int, change: Callable[[Tensor, int], Tensor]) -> Tensor:
         """Return the features of utterance `i` after `change` of its samples (n,), given the sampling rate in Hz."""
@@ -117,13 +99,7 @@ class Features:
 
 
 def read_features(utterances: Sequence[Utterance], reader: FeatureReader, *, num_workers: int = 0) -> Features:
-    """Read every utterance once. The features are computed again on each access.
-
-    Args:
-        utterances: The utterances.
-        reader: Reads the utterances.
-        num_workers: Worker processes that read; 0: this process.
-    """
+    """Read every utterance once. The features are computed again on each access."""
     return Features(utterances, reader, _read(utterances, reader, num_workers, "Reading the audio", None))
 
 
@@ -150,21 +126,16 @@ def stored_features(
             computed again on each access.
         num_workers: Worker processes that read; 0: this process.
     """
-    store = folder / f"speech-{name}-{_digest(utterances, reader, keep)}"
-    cached_folder(store, partial(_make, utterances, reader, keep, num_workers, name))
-    return Features(utterances, reader, _load(store), store / "features.bin" if keep else None)
+    make = partial(_make, utterances, reader, keep, num_workers, name)
+    store = cached(folder, f"speech-{name}", _identity(utterances, reader, keep), make)
+    return Features(utterances, reader, _load(store), StoredArray(store, "features") if keep else None)
 
 
-def _digest(utterances: Sequence[Utterance], reader: FeatureReader, keep: bool) -> str:
+def _identity(utterances: Sequence[Utterance], reader: FeatureReader, keep: bool) -> Any:
     settings = [FORMAT, keep, repr(reader.filterbanks), reader.min_seconds, reader.max_seconds, reader.upsample]
-    digest = hashlib.sha256(json.dumps(settings).encode())
-    versions: dict[Path, Any] = {}
-    for u in utterances:
-        if u.audio not in versions:
-            versions[u.audio] = _version(u.audio)
-        line = [u.id, str(u.audio.absolute()), versions[u.audio], u.speaker, u.start, u.duration]
-        digest.update(json.dumps(line).encode())
-    return digest.hexdigest()[:16]
+    versions = {path: _version(path) for path in {u.audio for u in utterances}}
+    items = [(u.id, str(u.audio.absolute()), versions[u.audio], u.speaker, u.start, u.duration) for u in utterances]
+    return [settings, items]
 
 
 def _version(path: Path) -> tuple[int, int] | None:
@@ -179,18 +150,17 @@ def _make(
     utterances: Sequence[Utterance], reader: FeatureReader, keep: bool, num_workers: int, name: str, folder: Path
 ) -> None:
     title = f"{'Keeping the features' if keep else 'Reading the audio'} of {name}"
-    with (folder / "features.bin").open("wb") if keep else nullcontext() as file:
-        readings = _read(utterances, reader, num_workers, title, file)
-        if file is not None:
-            file.flush()
-            os.fsync(file.fileno())
+    stored = ArrayWriter(folder, "features", np.float32, (reader.filterbanks.n_mels,)) if keep else None
+    readings = _read(utterances, reader, num_workers, title, stored)
+    if stored is not None:
+        stored.close()
     np.save(folder / "n_frames.npy", readings.n_frames)
     np.save(folder / "statistics.npy", torch.stack(list(readings.statistics.values())).numpy())
     write_about(folder, {"speakers": list(readings.statistics), "faults": readings.faults})  # speakers include None
 
 
 def _load(folder: Path) -> Readings:
-    about = json.loads((folder / "about.json").read_text())
+    about = read_about(folder)
     statistics = torch.from_numpy(np.load(folder / "statistics.npy"))
     return Readings(
         np.load(folder / "n_frames.npy"),
@@ -200,18 +170,18 @@ def _load(folder: Path) -> Readings:
 
 
 def _read(
-    utterances: Sequence[Utterance], reader: FeatureReader, num_workers: int, title: str, file: BinaryIO | None
+    utterances: Sequence[Utterance], reader: FeatureReader, num_workers: int, title: str, stored: ArrayWriter | None
 ) -> Readings:
     n_frames = np.zeros(len(utterances), np.int64)
     faults: dict[int, Fault] = {}
     statistics: dict[str | None, Tensor] = {None: torch.zeros(3, reader.filterbanks.n_mels, dtype=torch.float64)}
     for i, features in enumerate(_progress(_Each(utterances, reader), num_workers, title)):
+        if stored is not None:
+            stored.add([] if isinstance(features, Fault) else [(features.numpy(), 0)], keep_empty=True)
         if isinstance(features, Fault):
             faults[i] = features
             continue
         n_frames[i] = len(features)
-        if file is not None:
-            file.write(features.numpy().data)
         of_utterance = moments(features)
         for speaker in {None, utterances[i].speaker}:
             statistics[speaker] = statistics[speaker] + of_utterance if speaker in statistics else of_utterance

@@ -17,11 +17,11 @@ from torch.utils.data import DataLoader, Dataset
 
 from lit_effattn.checks import at_least
 from lit_effattn.datamodules.common.base import DataModule
-from lit_effattn.datamodules.common.cache import default_cache
 from lit_effattn.datamodules.common.faults import Fault, Faults
 from lit_effattn.datamodules.common.length_batches import LengthBatches
 from lit_effattn.datamodules.common.sampling import ResumableLoader, digest, loader_options, processes
 from lit_effattn.datamodules.common.splits import SPLITS_OF
+from lit_effattn.datamodules.common.store import default_cache
 from lit_effattn.datamodules.speech.audio import MAX_SECONDS
 from lit_effattn.datamodules.speech.augment import SpecAugment
 from lit_effattn.datamodules.speech.corpora import EspeakCorpus
@@ -341,37 +341,21 @@ class SpeechData(DataModule):
 
 
 class Split(NamedTuple):
-    """The utterances of a split.
-
-    Attributes:
-        utterances: All utterances.
-        labels: Labels of each utterance; empty if its phones are unknown or not in the inventory.
-        features: Features of each utterance.
-        kept: (n,), the indices of the utterances that are not left out.
-    """
+    """The utterances of a split."""
 
     utterances: list[Utterance]
-    labels: list[list[int]]
+    labels: list[list[int]]  # empty if the phones are unknown or not in the inventory
     features: Features
-    kept: np.ndarray
+    kept: np.ndarray  # (n,), the indices of the utterances that are not left out
 
 
 @dataclass(eq=False)
 class SpeechUtterances(Dataset[SpeechBatch]):
-    """A data set that maps a list of indices to a batch. With n utterances, index i + e · n is utterance i in epoch e.
-
-    Args:
-        split: The utterances.
-        normalize: As in `SpeechData`.
-        statistics: `moments` for the normalisation, by speaker, and under None for all.
-        augment: Masks parts of the features.
-        wave_augment: Changes the recordings.
-        seed: Seed of `augment` and `wave_augment`.
-    """
+    """A data set that maps a list of indices to a batch: with n utterances, index i + e · n is number i in epoch e."""
 
     split: Split
     normalize: str | None
-    statistics: dict[str | None, Tensor]
+    statistics: dict[str | None, Tensor]  # `moments` by speaker, and under None for all
     augment: SpecAugment | None
     wave_augment: WaveAugment | None
     seed: int

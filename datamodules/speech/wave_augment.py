@@ -70,24 +70,13 @@ class WaveAugment:
 
     @cached_property
     def noise_files(self) -> list[Path]:
-        """The recordings of noise.
-
-        Raises:
-            FileNotFoundError: If the folder is missing.
-            ValueError: If it has no recordings.
-        """
+        """The recordings of noise. There must be some, if a folder is given."""
         return [] if self.noises is None else [u.audio for u in recordings(Path(self.noises))]
 
     def __call__(self, samples: Tensor, sample_rate: int, rng: np.random.Generator) -> Tensor:
         """Return a changed copy of a recording.
 
-        Args:
-            samples: (n,) in −1 … 1.
-            sample_rate: Its sampling rate in Hz.
-            rng: Draws the operations and their values.
-
-        Returns:
-            (⌈n / factor⌉,) with the factor of its speed, 1 if the speed is kept.
+        Its samples (n,), in −1 … 1, become (⌈n / factor⌉,) with the factor of its speed, 1 if the speed is kept.
 
         Raises:
             AudioError: If a recording of noise cannot be used.

@@ -1,7 +1,7 @@
 """Multi-query associative recall, MQAR: look up the values of many keys (Arora et al. 2023, "Zoology")."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -41,14 +41,7 @@ class AssociativeRecall(LengthTask):
         random_fillers: Whether fillers are drawn from the whole vocabulary, keys and values included, instead of 0. If
             the vocabulary is not much larger than a sequence, keys of the sequence occur among them, before tokens that
             are not their values.
-        test_lengths: Tokens of a sequence in test and prediction. Default: 1, 2, 4 and 8 times `length`.
-        batch_size: Sequences per step and process.
-        eval_batch_size: The same in validation, test and prediction. Default: `batch_size`.
-        n_train: Sequences per epoch. Every epoch draws new ones.
-        n_val: Validation sequences, always the same.
-        n_test: Test sequences of each length, always the same.
-        seed: Seed of the training sequences. Validation and test sequences do not depend on it.
-        num_workers: Worker processes; 0: none.
+        options: Arguments of `LengthTask`.
 
     Raises:
         ValueError: If an argument is out of its range.
@@ -70,14 +63,7 @@ class AssociativeRecall(LengthTask):
         power: float = 0.01,
         distinct_values: bool = False,
         random_fillers: bool = False,
-        test_lengths: Sequence[int] | None = None,
-        batch_size: int = 64,
-        eval_batch_size: int | None = None,
-        n_train: int = 64_000,
-        n_val: int = 320,
-        n_test: int = 320,
-        seed: int = 0,
-        num_workers: int = 0,
+        **options: Any,
     ) -> None:
         at_least(1, n_pairs=n_pairs)
         at_least(n_pairs, n_keys=n_keys)
@@ -85,7 +71,7 @@ class AssociativeRecall(LengthTask):
         if not power > 0:
             raise ValueError(f"power={power} must be positive; 0.01 is usual")
         self.n_pairs = n_pairs
-        super().__init__(length, test_lengths, batch_size, eval_batch_size, n_train, n_val, n_test, seed, num_workers)
+        super().__init__(length, **options)
         self.save_hyperparameters(logger=False)
         self.n_keys = n_keys
         self.n_values = n_values

@@ -36,13 +36,14 @@ class SyntheticTask(DataModule):
 
     def __init__(
         self,
-        batch_size: int,
-        eval_batch_size: int | None,
-        n_train: int,
-        n_val: int,
-        n_test: int,
-        seed: int,
-        num_workers: int,
+        *,
+        batch_size: int = 64,
+        eval_batch_size: int | None = None,
+        n_train: int = 64_000,
+        n_val: int = 320,
+        n_test: int = 320,
+        seed: int = 0,
+        num_workers: int = 0,
     ) -> None:
         super().__init__()
         at_least(1, batch_size=batch_size, eval_batch_size=eval_batch_size)

@@ -1,6 +1,7 @@
 """The copy task: repeat a sequence (Kitaev et al. 2020; Katharopoulos et al. 2020, section 4.1)."""
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,13 +26,9 @@ class CopyTask(SyntheticTask):
         min_len: Minimum length of a sequence in tokens. Default: that of one-symbol words. If equal to `max_len`, all
             words have the same length.
         n_symbols: Number of symbols, which are 1 … n_symbols.
-        batch_size: Sequences per step and process.
-        eval_batch_size: The same in validation, test and prediction. Default: `batch_size`.
-        n_train: Sequences per epoch. Every epoch draws new ones.
         n_val: Validation sequences, always the same.
         n_test: Test sequences, always the same.
-        seed: Seed of the training sequences. Validation and test sequences do not depend on it.
-        num_workers: Worker processes; 0: none.
+        options: Arguments of `SyntheticTask`.
 
     Raises:
         ValueError: If an argument is out of its range.
@@ -50,15 +47,11 @@ class CopyTask(SyntheticTask):
         *,
         min_len: int | None = None,
         n_symbols: int = 10,
-        batch_size: int = 64,
-        eval_batch_size: int | None = None,
-        n_train: int = 64_000,
         n_val: int = 1000,
         n_test: int = 1000,
-        seed: int = 0,
-        num_workers: int = 0,
+        **options: Any,
     ) -> None:
-        super().__init__(batch_size, eval_batch_size, n_train, n_val, n_test, seed, num_workers)
+        super().__init__(n_val=n_val, n_test=n_test, **options)
         self.save_hyperparameters(logger=False)
         at_least(4, max_len=max_len)
         at_least(2, n_symbols=n_symbols)
@@ -80,13 +73,7 @@ class CopyTask(SyntheticTask):
 
 @dataclass(eq=False)
 class CopySequences(Dataset[TokenBatch]):
-    """Sequences drawn by index: the i-th is always the same, for any integer i.
-
-    Args:
-        words: Minimum and maximum number of symbols in a word.
-        n_symbols: Number of symbols.
-        stream: Number of the random stream. Different streams have different sequences.
-    """
+    """Sequences drawn by index: the i-th is always the same, for any integer i."""
 
     words: tuple[int, int]
     n_symbols: int

@@ -1,6 +1,7 @@
 """A synthetic document-grounded dialogue: a document of facts, a long chat, and questions about the facts."""
 
 import math
+from typing import Any
 
 import numpy as np
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
@@ -45,12 +46,9 @@ class DialogueTask(SyntheticTask):
         value_len: Tokens of a value.
         segment_len: Maximum length of a segment in tokens; null: the whole dialogue.
         batch_size: Dialogues per step and process.
-        eval_batch_size: The same in validation, test and prediction. Default: `batch_size`.
         n_train: Dialogues per epoch. Every epoch draws new ones.
         n_val: Validation dialogues, always the same.
-        n_test: Test dialogues, always the same.
-        seed: Seed of the training dialogues. Validation and test dialogues do not depend on it.
-        num_workers: Worker processes; 0: none.
+        options: Arguments of `SyntheticTask`.
 
     Raises:
         ValueError: If an argument is out of its range.
@@ -79,14 +77,11 @@ class DialogueTask(SyntheticTask):
         value_len: int = 2,
         segment_len: int | None = 512,
         batch_size: int = 16,
-        eval_batch_size: int | None = None,
         n_train: int = 16_000,
         n_val: int = 160,
-        n_test: int = 320,
-        seed: int = 0,
-        num_workers: int = 0,
+        **options: Any,
     ) -> None:
-        super().__init__(batch_size, eval_batch_size, n_train, n_val, n_test, seed, num_workers)
+        super().__init__(batch_size=batch_size, n_train=n_train, n_val=n_val, **options)
         self.save_hyperparameters(logger=False)
         at_least(0, n_near=n_near)
         at_least(1, distance=distance, n_far=n_far, n_chat=n_chat, value_len=value_len, segment_len=segment_len)
@@ -137,13 +132,7 @@ class DialogueTask(SyntheticTask):
 
 
 class DialogueSequences(SegmentedSequences):
-    """Dialogues drawn by index.
-
-    Args:
-        task: The task, whose sizes they have.
-        score_near: Whether the responses to near questions are scored too.
-        stream: Number of the random stream. Different streams have different dialogues.
-    """
+    """Dialogues drawn by index."""
 
     def __init__(self, task: DialogueTask, *, score_near: bool, stream: int) -> None:
         turns = (task.n_near + task.n_far) * (task.value_len + 3)

@@ -25,14 +25,14 @@ class LengthTask(SyntheticTask):
     Args:
         length: Tokens of a sequence in training and validation.
         test_lengths: Tokens of a sequence in test and prediction. Default: 1, 2, 4 and 8 times `length`.
-        sizes: Arguments of `SyntheticTask`, in its order.
+        options: Arguments of `SyntheticTask`.
 
     Raises:
         ValueError: If an argument is out of its range.
     """
 
-    def __init__(self, length: int, test_lengths: Sequence[int] | None, *sizes: Any) -> None:
-        super().__init__(*sizes)
+    def __init__(self, length: int, *, test_lengths: Sequence[int] | None = None, **options: Any) -> None:
+        super().__init__(**options)
         self.length = length
         self.test_lengths = tuple(factor * length for factor in FACTORS) if test_lengths is None else (*test_lengths,)
         at_least(self.min_length, length=length, test_lengths=min(self.test_lengths, default=None))

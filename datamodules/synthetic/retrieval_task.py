@@ -1,6 +1,7 @@
 """The retrieval task: list the few symbols among the fillers of a long source (Gu & Dao 2023, section 3.1)."""
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -34,12 +35,9 @@ class RetrievalTask(SyntheticTask):
         n_symbols: Number of symbols that a needle can be; a symbol may occur more than once.
         n_fillers: Number of symbols that a filler can be.
         batch_size: Sequences per step and process.
-        eval_batch_size: The same in validation, test and prediction. Default: `batch_size`.
         n_train: Sequences per epoch. Every epoch draws new ones.
-        n_val: Validation sequences, always the same.
         n_test: Test sequences, always the same.
-        seed: Seed of the training sequences. Validation and test sequences do not depend on it.
-        num_workers: Worker processes; 0: none.
+        options: Arguments of `SyntheticTask`.
 
     Raises:
         ValueError: If an argument is out of its range.
@@ -62,14 +60,11 @@ class RetrievalTask(SyntheticTask):
         n_symbols: int = 16,
         n_fillers: int = 16,
         batch_size: int = 16,
-        eval_batch_size: int | None = None,
         n_train: int = 16_000,
-        n_val: int = 320,
         n_test: int = 1000,
-        seed: int = 0,
-        num_workers: int = 0,
+        **options: Any,
     ) -> None:
-        super().__init__(batch_size, eval_batch_size, n_train, n_val, n_test, seed, num_workers)
+        super().__init__(batch_size=batch_size, n_train=n_train, n_test=n_test, **options)
         self.save_hyperparameters(logger=False)
         at_least(1, n_needles=n_needles, n_symbols=n_symbols, n_fillers=n_fillers)
         if length < n_needles:

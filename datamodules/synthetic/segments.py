@@ -29,12 +29,7 @@ class DrawnSequence(NamedTuple):
 
 
 class SegmentedSequences(Dataset[TokenBatch]):
-    """Sequences drawn by index and cut into segments. Only the first segment may be shorter.
-
-    Args:
-        length: Tokens of a sequence.
-        segment_len: Maximum length of a segment in tokens; None: the whole sequence.
-    """
+    """Sequences drawn by index and cut into segments. Only the first segment may be shorter."""
 
     def __init__(self, length: int, segment_len: int | None) -> None:
         self.length = length

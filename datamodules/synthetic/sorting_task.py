@@ -1,5 +1,7 @@
 """The sorting task: list a long stream's token types by frequency (Martins et al. 2022, section 4.1)."""
 
+from typing import Any
+
 import numpy as np
 
 from lit_effattn.checks import at_least
@@ -34,12 +36,10 @@ class SortingTask(SyntheticTask):
         n_types: Number of types.
         segment_len: Maximum length of a segment in tokens; null: the whole sequence.
         batch_size: Sequences per step and process.
-        eval_batch_size: The same in validation, test and prediction. Default: `batch_size`.
         n_train: Sequences per epoch. Every epoch draws new ones.
         n_val: Validation sequences, always the same.
         n_test: Test sequences, always the same.
-        seed: Seed of the training sequences. Validation and test sequences do not depend on it.
-        num_workers: Worker processes; 0: none.
+        options: Arguments of `SyntheticTask`.
 
     Raises:
         ValueError: If an argument is out of its range.
@@ -61,14 +61,12 @@ class SortingTask(SyntheticTask):
         n_types: int = 20,
         segment_len: int | None = 1024,
         batch_size: int = 8,
-        eval_batch_size: int | None = None,
         n_train: int = 8000,
         n_val: int = 800,
         n_test: int = 800,
-        seed: int = 0,
-        num_workers: int = 0,
+        **options: Any,
     ) -> None:
-        super().__init__(batch_size, eval_batch_size, n_train, n_val, n_test, seed, num_workers)
+        super().__init__(batch_size=batch_size, n_train=n_train, n_val=n_val, n_test=n_test, **options)
         self.save_hyperparameters(logger=False)
         at_least(1, length=length, segment_len=segment_len)
         at_least(2, n_types=n_types)
@@ -90,12 +88,6 @@ class SortingSequences(SegmentedSequences):
     """Sequences drawn by index: the i-th is always the same, for any non-negative integer i.
 
     An input has length + n_types tokens, since the last answer is not read.
-
-    Args:
-        length: Tokens of a stream.
-        n_types: Number of types.
-        segment_len: Maximum length of a segment in tokens.
-        stream: Number of the random stream. Different streams have different sequences.
     """
 
     def __init__(self, length: int, n_types: int, segment_len: int, stream: int) -> None:

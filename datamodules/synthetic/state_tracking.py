@@ -1,9 +1,8 @@
 """State tracking: the running product of permutations (Merrill et al. 2024, "The Illusion of State")."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import permutations
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 
@@ -31,14 +30,7 @@ class StateTracking(LengthTask):
     Args:
         group: "parity", "S3" or "S5".
         length: Tokens of a sequence in training and validation.
-        test_lengths: Tokens of a sequence in test and prediction. Default: 1, 2, 4 and 8 times `length`.
-        batch_size: Sequences per step and process.
-        eval_batch_size: The same in validation, test and prediction. Default: `batch_size`.
-        n_train: Sequences per epoch. Every epoch draws new ones.
-        n_val: Validation sequences, always the same.
-        n_test: Test sequences of each length, always the same.
-        seed: Seed of the training sequences. Validation and test sequences do not depend on it.
-        num_workers: Worker processes; 0: none.
+        options: Arguments of `LengthTask`.
 
     Raises:
         ValueError: If an argument is out of its range.
@@ -58,18 +50,11 @@ class StateTracking(LengthTask):
         group: Literal["parity", "S3", "S5"] = "S3",
         *,
         length: int = 32,
-        test_lengths: Sequence[int] | None = None,
-        batch_size: int = 64,
-        eval_batch_size: int | None = None,
-        n_train: int = 64_000,
-        n_val: int = 320,
-        n_test: int = 320,
-        seed: int = 0,
-        num_workers: int = 0,
+        **options: Any,
     ) -> None:
         if group not in DEGREES:
             raise ValueError(f"group={group!r} is not one of {', '.join(DEGREES)}")
-        super().__init__(length, test_lengths, batch_size, eval_batch_size, n_train, n_val, n_test, seed, num_workers)
+        super().__init__(length, **options)
         self.save_hyperparameters(logger=False)
         self.group = group
 

@@ -8,12 +8,12 @@ import numpy as np
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from lit_effattn.datamodules.common.sampling import processes
+from lit_effattn.datamodules.common.store import StoredArray
 from lit_effattn.datamodules.common.tokens import IGNORE, Response, TokenBatch
 from lit_effattn.datamodules.text.dialogue_sources import DialogueSource, Passage, Shown, cmu_dog
 from lit_effattn.datamodules.text.sources import Document, TextSource
 from lit_effattn.datamodules.text.streams import TokenStreams
 from lit_effattn.datamodules.text.text_stream import TextStream
-from lit_effattn.datamodules.text.token_store import Shard
 
 
 class GroundedDialogues(TextStream):
@@ -133,16 +133,6 @@ class GroundedDialogues(TextStream):
 class DialogueStreams(TokenStreams):
     """A data set whose item t is the t-th segment of each of this process's streams of conversations.
 
-    Args:
-        conversations: The passages of each conversation.
-        passages: The tokens of all passages in this order, each a document.
-        start: The token read before a conversation, and the end of a passage.
-        segment_len: N, maximum length of a segment in tokens.
-        batch_size: B, streams of this process.
-        num_replicas: Number of processes.
-        rank: This process, 0 to `num_replicas - 1`.
-        packed: Whether segments cross the borders of conversations; `starts` of a batch then marks their first tokens.
-
     Raises:
         ValueError: If there are fewer conversations than streams, or a passage has no tokens.
     """
@@ -150,7 +140,7 @@ class DialogueStreams(TokenStreams):
     def __init__(
         self,
         conversations: list[list[Passage]],
-        passages: Shard,
+        passages: StoredArray,
         *,
         start: int,
         segment_len: int,
@@ -171,10 +161,10 @@ class DialogueStreams(TokenStreams):
                 f"are {len(conversations)}; use a smaller one"
             )
         borders = np.concatenate([[0], np.cumsum(lengths)])
-        tokens = np.full(borders[-1], start, np.promote_types(passages.tokens.dtype, np.min_scalar_type(start)))
+        tokens = np.full(borders[-1], start, np.promote_types(passages.rows.dtype, np.min_scalar_type(start)))
         is_text = np.ones(len(tokens), bool)
         is_text[borders[1:] - 1] = False
-        tokens[is_text] = passages.tokens
+        tokens[is_text] = passages.rows
         super().__init__(
             tokens,
             borders[np.cumsum([0, *map(len, conversations)])],

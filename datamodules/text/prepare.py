@@ -18,6 +18,7 @@ from lit_effattn.checks import at_least
 from lit_effattn.datamodules.common.faults import Fault, Faults
 from lit_effattn.datamodules.common.files import open_utf8, regular, shown, walk_splits
 from lit_effattn.datamodules.common.json_data import parse_json
+from lit_effattn.datamodules.common.store import write_text
 from lit_effattn.datamodules.text.records import SUFFIXES as RECORDS
 from lit_effattn.datamodules.text.records import divisible, is_records, records
 from lit_effattn.datamodules.text.sources import Document
@@ -27,9 +28,8 @@ from lit_effattn.datamodules.text.token_store import (
     PLAN,
     TOKENIZER,
     ShardWriter,
-    shard_path,
+    shard_name,
     write_manifest,
-    write_text,
 )
 from lit_effattn.datamodules.text.tokenization import decoded, encoded, progress
 from lit_effattn.datamodules.text.tokenizers import KINDS, Tokenizer, check_vocabulary
@@ -229,7 +229,7 @@ def _make_all(work: list[_Work], workers: int) -> None:
     with progress("Tokenizing", sum(sizes)) as advance:
         unfinished = []
         for shard in work:
-            if shard_path(shard.folder, shard.number, ".json").is_file():
+            if (shard.folder / f"{shard_name(shard.number)}.json").is_file():
                 advance(sizes[shard.number])
             else:
                 unfinished.append(shard)

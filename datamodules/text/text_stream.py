@@ -11,9 +11,9 @@ from torch.utils.data import DataLoader
 
 from lit_effattn.checks import applicable, at_least
 from lit_effattn.datamodules.common.base import DataModule
-from lit_effattn.datamodules.common.cache import default_cache
 from lit_effattn.datamodules.common.sampling import loader_options, processes
 from lit_effattn.datamodules.common.splits import PURPOSES, SPLITS_OF
+from lit_effattn.datamodules.common.store import default_cache
 from lit_effattn.datamodules.text import sources as text_sources
 from lit_effattn.datamodules.text.sources import TextSource
 from lit_effattn.datamodules.text.streams import (

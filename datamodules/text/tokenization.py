@@ -1,7 +1,5 @@
 """Tokenization of sources of text into cached token stores, once per text."""
 
-import hashlib
-import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -10,13 +8,13 @@ from pathlib import Path
 import numpy as np
 
 from lit_effattn.datamodules.common.bars import progress_bar
-from lit_effattn.datamodules.common.cache import cached_folder, write_about
 from lit_effattn.datamodules.common.splits import SPLITS
+from lit_effattn.datamodules.common.store import cached, write_about
 from lit_effattn.datamodules.text.sources import Document, TextSource
 from lit_effattn.datamodules.text.token_store import ShardWriter, TokenStore, write_manifest
 from lit_effattn.datamodules.text.tokenizers import ByteTokenizer, Tokenizer
 
-CACHE_FORMAT = 2
+CACHE_FORMAT = 3
 """Version of the cached files. Increment it if the same texts give different files."""
 
 _QUICK = 20_000_000  # less text, in bytes, shows no progress bar
@@ -40,10 +38,10 @@ def tokenized(
     Raises:
         ValueError: If a text is not UTF-8, though `kind` needs it, or a split has no tokens.
     """
-    vocabulary = [] if given is None else [given.to_json()]
-    identity = json.dumps([CACHE_FORMAT, source.name, source.identity, kind.kind, vocab_size, *vocabulary])
-    folder = cache / f"{source.name}-{kind.kind}-{hashlib.sha256(identity.encode()).hexdigest()[:16]}"
-    cached_folder(folder, partial(_make, source, kind, vocab_size, given))
+    vocabulary = None if given is None else given.to_json()
+    identity = [CACHE_FORMAT, source.name, source.identity, kind.kind, vocab_size, vocabulary]
+    make = partial(_make, source, kind, vocab_size, given)
+    folder = cached(cache, f"{source.name}-{kind.kind}", identity, make)
     return TokenStore(folder)
 
 
@@ -69,12 +67,7 @@ def _make(
 
 
 def decoded(document: Document, kind: type[Tokenizer], advance: Callable[[int], object]) -> Iterator[str]:
-    """Yield a document's text in pieces that a tokenizer can encode separately.
-
-    Args:
-        document: The document.
-        kind: Type of the tokenizer.
-        advance: Called with the number of bytes of each piece after it was used.
+    """Yield a document's text in pieces that a tokenizer can encode separately, each before `advance(its bytes)`.
 
     Raises:
         ValueError: If it is not UTF-8.
@@ -86,20 +79,15 @@ def decoded(document: Document, kind: type[Tokenizer], advance: Callable[[int], 
 
 def encoded(
     document: Document, tokenizer: Tokenizer, advance: Callable[[int], object] = lambda n: None
-) -> Iterator[tuple[np.ndarray, bytes]]:
-    """Yield the tokens and the bytes of a document in pieces.
-
-    Args:
-        document: The document.
-        tokenizer: The tokenizer.
-        advance: Called with the number of bytes of each piece after it was used.
+) -> Iterator[tuple[np.ndarray, int]]:
+    """Yield the tokens of a document in pieces, each with its number of bytes, before `advance(the number)`.
 
     Raises:
         ValueError: If it is not UTF-8, though the tokenizer needs it.
     """
     is_bytes = isinstance(tokenizer, ByteTokenizer)
     for offset, chunk in _chunks(document, type(tokenizer)):
-        yield tokenizer.encode(chunk if is_bytes else _decoded(document, offset, chunk)), chunk
+        yield tokenizer.encode(chunk if is_bytes else _decoded(document, offset, chunk)), len(chunk)
         advance(len(chunk))
 
 

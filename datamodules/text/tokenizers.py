@@ -2,30 +2,33 @@
 
 import codecs
 import json
+import os
 import re
+import sys
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
-from importlib.util import find_spec
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any, ClassVar
+from pathlib import Path
+from typing import Any, ClassVar
 
 import numpy as np
+import tokenizers
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
 
 from lit_effattn.datamodules.common.json_data import parse_json
-
-if TYPE_CHECKING:
-    import tokenizers
 
 EOS = "<eos>"
 UNK = "<unk>"
 _MOST_TOKENS = 1024  # tokens of a character; a byte of a normal vocabulary is one
-_LONGEST = 10_000  # characters of a word for byte-pair encoding; longer ones are cut
-_LONG = re.compile(rf"\S{{{_LONGEST}}}(?=\S)")
-_MOST_OF_LONG = 2_000_000  # characters of lines with longer words that byte pairs are learnt from
-_AT_ONCE = 4_000_000  # characters encoded at a time
+_LONGEST = 10_000  # characters of a word; longer ones are cut
+_ENDS = re.compile(rf"\n|\S{{{_LONGEST}}}(?=\S)")  # of a line, and within a longer word
+_MOST_OF_LONG = 2_000_000  # characters of longer words that byte pairs are learnt from
+_AT_ONCE = 4096  # lines or pieces of words encoded at a time
+_EOS = re.compile(f" ?{EOS} ?")
+_WORD = re.compile(r"[\S\x1c-\x1f]+")  # the package's white space is that of Unicode, unlike Python's
 _UNKNOWN_CHARACTER = "\N{REPLACEMENT CHARACTER}"
 
 
@@ -54,15 +57,21 @@ class Tokenizer(ABC):
     tokens as the whole.
 
     Args:
+        vocabulary: Plain data that describe the vocabulary; None: the kind says it all.
         n_tokens: Size of the vocabulary, `<start>` included.
         start: The token `<start>`. Default: the last, which then does not occur in texts.
         end: The token at which beam search ends a text, or None.
+
+    Raises:
+        ValueError: If `start` or `end` is not in the vocabulary.
 
     Attributes:
         kind: Name in `tokens=`: bytes, characters, words, bpe or amino_acids; or pretrained or numbers, which are not
             learnt.
         unit: Name of the unit that a token represents, for reports: byte, character or token.
         separator: The text between a text and the decoded tokens that follow it.
+        saved_as: Type of `vocabulary`.
+        vocabulary: Plain data, from which `from_spec` makes the tokenizer.
         n_tokens: Size of the vocabulary, `<start>` included.
         start: The token `<start>`.
         end: The token at which beam search ends a text, or None.
@@ -72,13 +81,23 @@ class Tokenizer(ABC):
     kind: ClassVar[str]
     unit: ClassVar[str] = "token"
     separator: ClassVar[str] = ""
+    saved_as: ClassVar[type] = type(None)
     n_replaced = 0
     """Number of letters encoded so far that are not of the vocabulary, if the kind counts them."""
 
-    def __init__(self, n_tokens: int, start: int | None = None, end: int | None = None) -> None:
-        self.n_tokens, self.end = n_tokens, end
+    def __init__(self, vocabulary: Any, n_tokens: int, start: int | None = None, end: int | None = None) -> None:
+        self.vocabulary, self.n_tokens, self.end = vocabulary, n_tokens, end
         self.start = n_tokens - 1 if start is None else start
         self.largest = n_tokens - (2 if start is None else 1)
+        self._check(start=start, end=end)
+
+    def _check(self, **tokens: int | None) -> None:
+        for name, token in tokens.items():
+            if token is not None and not 0 <= token < self.n_tokens:
+                raise ValueError(
+                    f"the tokenizer has {name}={token}, beyond the model's vocabulary of {self.n_tokens} tokens; use "
+                    "the tokenizer of that model"
+                )
 
     @abstractmethod
     def encode(self, text: str | bytes) -> np.ndarray:
@@ -105,11 +124,7 @@ class Tokenizer(ABC):
 
     def spec(self) -> dict[str, Any]:
         """Return the tokenizer as plain data, the input of `from_spec`."""
-        return {"tokens": self.kind, "vocabulary": self._vocabulary()}
-
-    @abstractmethod
-    def _vocabulary(self) -> Any:
-        """Return plain data, the input of `_from`."""
+        return {"tokens": self.kind} | ({} if self.vocabulary is None else {"vocabulary": self.vocabulary})
 
     @staticmethod
     @abstractmethod
@@ -159,8 +174,10 @@ class Tokenizer(ABC):
             raise ValueError(f"spec={str(spec)[:80]!r} does not have a vocabulary of {name}: {error}") from error
 
     @classmethod
-    @abstractmethod
-    def _from(cls, vocabulary: Any) -> "Tokenizer": ...
+    def _from(cls, vocabulary: Any) -> "Tokenizer":
+        if not isinstance(vocabulary, cls.saved_as):
+            raise TypeError(f"it must be of the type {cls.saved_as.__name__}")
+        return cls() if vocabulary is None else cls(vocabulary)  # type: ignore[call-arg]
 
 
 class ByteTokenizer(Tokenizer):
@@ -169,7 +186,7 @@ class ByteTokenizer(Tokenizer):
     kind, unit = "bytes", "byte"
 
     def __init__(self) -> None:
-        super().__init__(257)
+        super().__init__(None, 257)
 
     def encode(self, text: str | bytes) -> np.ndarray:
         """Return the bytes of a text. A str is encoded as UTF-8."""
@@ -178,12 +195,6 @@ class ByteTokenizer(Tokenizer):
     def decode(self, ids: Iterable[int]) -> str:
         """Decode bytes to text. Invalid UTF-8 becomes U+FFFD."""
         return bytes(i for i in ids if i != self.start).decode(errors="replace")
-
-    def spec(self) -> dict[str, Any]:
-        """Return the tokenizer as plain data."""
-        return {"tokens": self.kind}
-
-    def _vocabulary(self) -> None: ...
 
     @staticmethod
     def cut(block: bytes) -> int:
@@ -195,10 +206,6 @@ class ByteTokenizer(Tokenizer):
         """Return the tokenizer, which learns nothing from the text."""
         return cls()
 
-    @classmethod
-    def _from(cls, vocabulary: None) -> "ByteTokenizer":
-        return cls()
-
 
 class CharacterTokenizer(Tokenizer):
     """Unicode characters: those of the training text in order of code points, `<unk>` for all others, `<start>`.
@@ -207,10 +214,10 @@ class CharacterTokenizer(Tokenizer):
         characters: The known characters, each once.
     """
 
-    kind, unit = "characters", "character"
+    kind, unit, saved_as = "characters", "character", str
 
     def __init__(self, characters: str) -> None:
-        super().__init__(len(characters) + 2)
+        super().__init__(characters, len(characters) + 2)
         self.characters = characters
         self._decoded = [*characters, _UNKNOWN_CHARACTER, ""]
         self._ids = np.full(0x110000, len(characters), np.uint32)  # by code point; <unk> by default
@@ -228,9 +235,6 @@ class CharacterTokenizer(Tokenizer):
         """Return the characters that are not in the training text."""
         return [character for character in dict.fromkeys(text) if character not in self.characters]
 
-    def _vocabulary(self) -> str:
-        return self.characters
-
     @staticmethod
     def cut(block: bytes) -> int:
         """Cut before an incomplete character at the end. Characters have at most four bytes."""
@@ -247,11 +251,47 @@ class CharacterTokenizer(Tokenizer):
             seen.update(text)
         return cls("".join(sorted(seen)))
 
-    @classmethod
-    def _from(cls, vocabulary: str) -> "CharacterTokenizer":
-        if not isinstance(vocabulary, str):
-            raise TypeError("it must be a string")
-        return cls(vocabulary)
+
+class _LibraryTokenizer(Tokenizer):
+    """A model of the package tokenizers. Lines are encoded separately, and words cut after each 10,000 characters."""
+
+    cut = staticmethod(_line_or_word_end)
+    _model: tokenizers.Tokenizer
+
+    def encode(self, text: str | bytes) -> np.ndarray:
+        """Encode a text."""
+        (ids,) = self.encode_all([_as_str(text)])
+        return ids
+
+    def encode_all(self, texts: list[str]) -> list[np.ndarray]:
+        """Encode several texts separately; faster than one after the other."""
+        pieces = [self._pieces(text) for text in texts]
+        ids = self._ids_of([piece for of_text in pieces for piece in of_text])
+        return [np.fromiter((i for _ in of_text for i in next(ids)), np.uint32) for of_text in pieces]
+
+    @staticmethod
+    def _pieces(text: str) -> list[str]:
+        """Return the pieces of a text that are encoded separately."""
+        borders = [0, *(match.end() for match in _ENDS.finditer(text)), len(text)]
+        return [text[start:stop] for start, stop in pairwise(borders) if start < stop]
+
+    def _ids_of(self, pieces: list[str]) -> Iterator[list[int]]:
+        """Yield the tokens of each piece. The package takes 100 bytes a token, so few pieces are encoded at once."""
+        for i in range(0, len(pieces), _AT_ONCE):
+            group = pieces[i : i + _AT_ONCE]
+            with _as_value_error("the tokenizer can't encode a text"):
+                if len(group) > 1:
+                    encoded = self._model.encode_batch_fast(group, add_special_tokens=False)
+                else:  # without threads, after which a fork prints a warning
+                    encoded = [self._model.encode(group[0], add_special_tokens=False)]
+            for piece, ids in zip(group, (of_piece.ids for of_piece in encoded), strict=True):
+                if len(ids) > _MOST_TOKENS * (len(piece) + 1):
+                    raise ValueError(f"the tokenizer makes {len(ids):,} tokens of {len(piece):,} characters")
+                yield ids
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """Decode tokens to text. Invalid UTF-8 becomes U+FFFD."""
+        return self._model.decode([int(i) for i in ids if i != self.start], skip_special_tokens=False)
 
 
 class AminoAcidTokenizer(CharacterTokenizer):
@@ -261,12 +301,12 @@ class AminoAcidTokenizer(CharacterTokenizer):
     case. Other characters, such as `*`, are read as X, and counted in `n_replaced`. White space is dropped.
     """
 
-    kind, unit = "amino_acids", "token"
+    kind, unit, saved_as = "amino_acids", "token", type(None)
     LETTERS = "ABCDEFGHIKLMNOPQRSTUVWXYZ"  # all but J
 
     def __init__(self) -> None:
         super().__init__(self.LETTERS)
-        Tokenizer.__init__(self, len(self.LETTERS) + 1)
+        Tokenizer.__init__(self, None, len(self.LETTERS) + 1)
         self._decoded = [*self.LETTERS, ""]
         self._ids[:] = len(self.LETTERS)
         for letters in (self.LETTERS, self.LETTERS.lower()):
@@ -283,21 +323,13 @@ class AminoAcidTokenizer(CharacterTokenizer):
         """Return the characters that are read as X."""
         return [c for c in dict.fromkeys(text) if c.upper() not in self.LETTERS and not c.isspace()]
 
-    def spec(self) -> dict[str, Any]:
-        """Return the tokenizer as plain data."""
-        return {"tokens": self.kind}
-
     @classmethod
     def learn(cls, texts: Iterable[str], vocab_size: int | None) -> "AminoAcidTokenizer":
         """Return the tokenizer, which learns nothing from the text."""
         return cls()
 
-    @classmethod
-    def _from(cls, vocabulary: None) -> "AminoAcidTokenizer":  # type: ignore[override]
-        return cls()
 
-
-class WordTokenizer(Tokenizer):
+class WordTokenizer(_LibraryTokenizer):
     """Words separated by white space, with `<eos>` for every line end, the usual tokens of WikiText-103.
 
     The vocabulary is that of the training text, the most frequent word first, as adaptive softmax requires. Words
@@ -307,167 +339,91 @@ class WordTokenizer(Tokenizer):
         words: The known words, including `<unk>`.
     """
 
-    kind, separator = "words", " "
-    cut = staticmethod(_line_or_word_end)
+    kind, separator, saved_as = "words", " ", list
 
     def __init__(self, words: list[str]) -> None:
         self.words = words
-        self._ids = {word: i for i, word in enumerate(words)}
-        super().__init__(len(words) + 1, end=self._ids.get(EOS))
-
-    def encode(self, text: str | bytes) -> np.ndarray:
-        """Return the words' tokens."""
-        unknown = self._ids[UNK]
-        words = _words(_as_str(text))
-        return np.fromiter((self._ids.get(word, unknown) for word in words), np.uint32, len(words))
+        vocabulary = {word: i for i, word in enumerate(words)}
+        with _as_value_error("words does not describe a tokenizer"):
+            self._model = tokenizers.Tokenizer(models.WordLevel(vocabulary, unk_token=UNK))
+        self._model.normalizer = normalizers.Replace("\n", f" {EOS} ")
+        self._model.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+        super().__init__(words, len(words) + 1, end=vocabulary.get(EOS))
 
     def decode(self, ids: Iterable[int]) -> str:
         """Decode tokens to words separated by spaces and line ends."""
-        lines: list[list[str]] = [[]]
-        for word in (self.words[i] for i in ids if i != self.start):
-            if word == EOS:
-                lines.append([])
-            else:
-                lines[-1].append(word)
-        return "\n".join(" ".join(line) for line in lines)
+        return _EOS.sub("\n", super().decode(ids))
 
     def unknown(self, text: str) -> list[str]:
         """Return the words that are not in the vocabulary."""
-        return [word for word in dict.fromkeys(_words(text)) if word not in self._ids]
-
-    def _vocabulary(self) -> list[str]:
-        return self.words
+        return [word for word in dict.fromkeys(_words(text)) if self._model.token_to_id(word) is None]
 
     @classmethod
     def learn(cls, texts: Iterable[str], vocab_size: int | None) -> "WordTokenizer":
         """Learn the most frequent words. Equally frequent words are sorted alphabetically."""
-        counts: Counter[str] = Counter()
-        for text in texts:
-            counts.update(_words(text))
+        counts = Counter(word for text in texts for piece in cls._pieces(text) for word in _words(piece))
         unknown = counts.pop(UNK, 0)
-        kept, rare = _ranked(counts), []
-        if vocab_size is not None:
-            kept, rare = kept[: vocab_size - 2], kept[vocab_size - 2 :]  # room for <unk> and <start>
-        ranks = {word: counts[word] for word in kept} | {UNK: unknown + sum(counts[word] for word in rare)}
-        return cls(_ranked(ranks))
-
-    @classmethod
-    def _from(cls, vocabulary: list[str]) -> "WordTokenizer":
-        if not isinstance(vocabulary, list) or not all(isinstance(word, str) for word in vocabulary):
-            raise TypeError("it must be a list of strings")
-        return cls(vocabulary)
+        ranked = _ranked(counts)
+        kept = ranked if vocab_size is None else ranked[: vocab_size - 2]  # room for <unk> and <start>
+        rare = counts.total() - sum(counts[word] for word in kept)
+        return cls(_ranked({**{word: counts[word] for word in kept}, UNK: unknown + rare}))
 
 
-class BPETokenizer(Tokenizer):
+class BPETokenizer(_LibraryTokenizer):
     """Byte-pair encoding over bytes (Sennrich et al. 2016; Radford et al. 2019), learnt from the training text.
 
-    No text has unknown tokens. Lines are learnt from and encoded separately, so no token crosses a line end. A word of
-    more than 10,000 characters, such as a file without spaces, is cut after each 10,000; of all such words, the first
-    2,000,000 characters are learnt from, since each takes about 100 bytes of memory.
+    No text has unknown tokens. No token crosses a line end. Of words with more than 10,000 characters, such as a file
+    without spaces, the first 2,000,000 characters are learnt from, since each takes about 100 bytes of memory.
 
     Args:
-        model: The model in JSON, as saved by the package `tokenizers`.
+        model: The model as the package saves it, read as JSON.
 
     Raises:
-        ValueError: If `tokenizers` is not installed.
+        ValueError: If it is not such a model.
     """
 
-    kind = "bpe"
-    cut = staticmethod(_line_or_word_end)
+    kind, saved_as = "bpe", dict
 
-    def __init__(self, model: str) -> None:
-        _need_tokenizers()
-        import tokenizers
-
-        with _as_value_error(f"model={model[:80]!r} is not a model of byte pairs"):
-            self._model = tokenizers.Tokenizer.from_str(model)
-        super().__init__(self._model.get_vocab_size() + 1)
-
-    def encode(self, text: str | bytes) -> np.ndarray:
-        """Encode a text."""
-        (ids,) = self.encode_all([_as_str(text)])
-        return ids
-
-    def encode_all(self, texts: list[str]) -> list[np.ndarray]:
-        """Encode several texts separately; faster than one after the other."""
-        lines = [[piece for line in _lines(text) for piece in _short_words(line)] for text in texts]
-        ids = self._ids_of([line for text in lines for line in text])
-        return [np.fromiter((i for _ in text for i in next(ids)), np.uint32) for text in lines]
-
-    def _ids_of(self, lines: list[str]) -> Iterator[list[int]]:
-        """Yield the tokens of each line. The package takes 100 bytes a token, so few lines are encoded at once."""
-        for group in _groups(lines, _AT_ONCE):
-            yield from (encoded.ids for encoded in self._model.encode_batch(group))
-
-    def decode(self, ids: Iterable[int]) -> str:
-        """Decode tokens to text. Invalid UTF-8 becomes U+FFFD."""
-        return self._model.decode([int(i) for i in ids if i != self.start])
+    def __init__(self, model: dict[str, Any]) -> None:
+        with _as_value_error(f"model={str(model)[:80]!r} is not a model of byte pairs", quiet=True):
+            self._model = tokenizers.Tokenizer.from_str(json.dumps(model))
+        super().__init__(model, self._model.get_vocab_size() + 1)
 
     def token_bytes(self) -> np.ndarray:
         """Return the number of bytes of each token: see `Tokenizer.token_bytes`."""
         return _bytes_by_token(self._model, {}, self.n_tokens)
 
-    def _vocabulary(self) -> dict[str, Any]:
-        vocabulary: dict[str, Any] = json.loads(self._model.to_str())
-        return vocabulary
-
     @classmethod
     def learn(cls, texts: Iterable[str], vocab_size: int | None) -> "BPETokenizer":
         """Merge the most frequent pairs until there are `vocab_size` tokens."""
         assert vocab_size is not None
-        _need_tokenizers()
-        from tokenizers import Tokenizer as Model
-        from tokenizers import decoders, models, pre_tokenizers, trainers
-
-        model = Model(models.BPE())
+        model = tokenizers.Tokenizer(models.BPE())
         model.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
         model.decoder = decoders.ByteLevel()
         # The alphabet has all 256 bytes, even if the training text does not.
         alphabet = pre_tokenizers.ByteLevel.alphabet()
         trainer = trainers.BpeTrainer(vocab_size=vocab_size - 1, initial_alphabet=alphabet, show_progress=False)
-        # Passed line by line, since the trainer buffers 256 items at a time.
-        model.train_from_iterator(_to_learn(line for text in texts for line in _lines(text)), trainer)
-        return cls(model.to_str())
+        # In pieces, since the trainer buffers 256 items at a time.
+        model.train_from_iterator(cls._to_learn(piece for text in texts for piece in cls._pieces(text)), trainer)
+        return cls(json.loads(model.to_str()))
 
-    @classmethod
-    def _from(cls, vocabulary: dict[str, Any]) -> "BPETokenizer":
-        return cls(json.dumps(vocabulary))
-
-
-class _ModelTokenizer(Tokenizer):
-    """A tokenizer that comes with a model.
-
-    Args:
-        n_tokens: Size of the model's vocabulary.
-        start: The token that is read before a document. Default: the last, which then does not occur in texts.
-        end: The token at which beam search ends a text, or None.
-        files: Content of the folder's other files that name special tokens, by file name, for conversion back.
-
-    Raises:
-        ValueError: If `start` or `end` is not in the vocabulary.
-    """
-
-    def __init__(
-        self, n_tokens: int, start: int | None = None, end: int | None = None, files: dict[str, Any] | None = None
-    ) -> None:
-        super().__init__(n_tokens, start, end)
-        self.files = files or {}
-        self._check(start=start, end=end)
-
-    def _check(self, **tokens: int | None) -> None:
-        for name, token in tokens.items():
-            if token is not None and not 0 <= token < self.n_tokens:
-                raise ValueError(
-                    f"the tokenizer has {name}={token}, beyond the model's vocabulary of {self.n_tokens} tokens; use "
-                    "the tokenizer of that model"
-                )
-
-    def _vocabulary(self) -> dict[str, Any]:
-        vocabulary = {"n_tokens": self.n_tokens, "start": self.start, "end": self.end}
-        return vocabulary | ({"files": self.files} if self.files else {})
+    @staticmethod
+    def _to_learn(pieces: Iterable[str]) -> Iterator[str]:
+        """Yield the pieces, of those that end within a long word the first `_MOST_OF_LONG` characters."""
+        left = _MOST_OF_LONG
+        for piece in pieces:
+            if len(piece) < _LONGEST or piece[-1].isspace():
+                yield piece
+            elif left > 0:
+                yield piece
+                if (left := left - len(piece)) <= 0:
+                    rank_zero_warn(
+                        f"tokens='bpe': the text has words of more than {_LONGEST:,} characters; byte pairs are learnt "
+                        f"from the first {_MOST_OF_LONG:,} characters of such words"
+                    )
 
 
-class PretrainedTokenizer(_ModelTokenizer):
+class PretrainedTokenizer(_LibraryTokenizer):
     """The tokenizer of a pretrained model, as its tokenizer.json describes it.
 
     `<start>` is a token of that vocabulary, which texts may contain too. A text is encoded as a whole, without the
@@ -481,7 +437,7 @@ class PretrainedTokenizer(_ModelTokenizer):
         files: Content of the folder's other files that name special tokens, by file name, for conversion back.
 
     Raises:
-        ValueError: If `tokenizers` is not installed, `model` is not valid, or a token is beyond the vocabulary.
+        ValueError: If `model` is not valid, or a token is beyond the vocabulary.
     """
 
     kind = "pretrained"
@@ -494,29 +450,21 @@ class PretrainedTokenizer(_ModelTokenizer):
         end: int | None = None,
         files: dict[str, Any] | None = None,
     ) -> None:
-        _need_tokenizers("a pretrained tokenizer")
-        import tokenizers
-
-        with _as_value_error("the content of tokenizer.json does not describe a tokenizer"):
+        self.model, self.files = model, files or {}
+        fields = {"model": model, "n_tokens": n_tokens, "start": start, "end": end}
+        super().__init__(fields | ({"files": self.files} if self.files else {}), n_tokens, start, end)
+        with _as_value_error("the content of tokenizer.json does not describe a tokenizer", quiet=True):
             self._model = tokenizers.Tokenizer.from_str(json.dumps(model))
-        super().__init__(n_tokens, start, end, files)
+            self._model.no_truncation()
+            self._model.no_padding()
+            # Decoders remove the space before the first word of a text.
+            self._anchor = self.encode("a")[-1:].tolist()
+            self._anchor_len = len(self._model.decode(self._anchor, skip_special_tokens=False))
         self._check(largest=max(self._model.get_vocab(with_added_tokens=True).values(), default=-1))
-        self._model.no_truncation()
-        self._model.no_padding()
-        self.model = model
-        self._anchor = self._ids("a")[-1:]  # decoders remove the space before the first word of a text
-        self._anchor_len = len(self._model.decode(self._anchor, skip_special_tokens=False))
 
-    def encode(self, text: str | bytes) -> np.ndarray:
-        """Encode a text as a whole."""
-        return np.array(self._ids(_as_str(text)), np.uint32)
-
-    def _ids(self, text: str) -> list[int]:
-        with _as_value_error("tokenizer.json can't encode a text"):
-            ids: list[int] = self._model.encode(text, add_special_tokens=False).ids
-        if len(ids) > _MOST_TOKENS * (len(text) + 1):
-            raise ValueError(f"tokenizer.json makes {len(ids):,} tokens of {len(text):,} characters; use another one")
-        return ids
+    @staticmethod
+    def _pieces(text: str) -> list[str]:
+        return [text]
 
     def decode(self, ids: Iterable[int]) -> str:
         """Decode tokens to the text that they add to one before it. Invalid UTF-8 becomes U+FFFD."""
@@ -534,8 +482,6 @@ class PretrainedTokenizer(_ModelTokenizer):
         With Unicode normalisation (NFC, as in Qwen), they are those of the normalised text. A special token has those
         of its name, as a text that contains it. None: the tokens are of another kind, or drop or add characters.
         """
-        from tokenizers import pre_tokenizers
-
         added = self.model.get("added_tokens") or []
         if (
             not self._model.get_vocab().keys() >= set(pre_tokenizers.ByteLevel.alphabet())
@@ -545,9 +491,6 @@ class PretrainedTokenizer(_ModelTokenizer):
             return None
         names = {i: token.content for i, token in self._model.get_added_tokens_decoder().items()}
         return _bytes_by_token(self._model, names, self.n_tokens)
-
-    def _vocabulary(self) -> dict[str, Any]:
-        return {"model": self.model, **super()._vocabulary()}
 
     @staticmethod
     def cut(block: bytes) -> int:
@@ -559,7 +502,7 @@ class PretrainedTokenizer(_ModelTokenizer):
         return cls(**_fields(vocabulary, model=dict))
 
 
-class NumberTokenizer(_ModelTokenizer):
+class NumberTokenizer(Tokenizer):
     """The tokens of a vocabulary whose texts are not known: their numbers, separated by spaces.
 
     Args:
@@ -567,9 +510,6 @@ class NumberTokenizer(_ModelTokenizer):
         start: The token that is read before a document. Default: the last, which then does not occur in texts.
         end: The token at which beam search ends a text, or None.
         files: See `PretrainedTokenizer`.
-
-    Raises:
-        ValueError: If `start` or `end` is not in the vocabulary.
 
     Examples:
         >>> numbers = NumberTokenizer(11)
@@ -579,6 +519,14 @@ class NumberTokenizer(_ModelTokenizer):
 
     kind, separator = "numbers", " "
     cut = staticmethod(_line_or_word_end)
+
+    def __init__(
+        self, n_tokens: int, start: int | None = None, end: int | None = None, files: dict[str, Any] | None = None
+    ) -> None:
+        self.files = files or {}
+        super().__init__(None, n_tokens, start, end)
+        fields = {"n_tokens": n_tokens, "start": self.start, "end": end}
+        self.vocabulary = fields | ({"files": self.files} if self.files else {})
 
     def encode(self, text: str | bytes) -> np.ndarray:
         """Return the numbers in a text.
@@ -611,7 +559,7 @@ class NumberTokenizer(_ModelTokenizer):
 
 
 def _fields(vocabulary: Any, **more: type) -> dict[str, Any]:
-    """Return the arguments of a `_ModelTokenizer`, and those of `more`, from plain data.
+    """Return the arguments of a `NumberTokenizer`, and those of `more`, from plain data.
 
     Raises:
         TypeError: If one is missing, or of another type.
@@ -654,22 +602,37 @@ def check_vocabulary(vocab_size: int | None, **tokens: str) -> None:
 
 
 @contextmanager
-def _as_value_error(message: str) -> Iterator[None]:
-    """Replace the errors of `tokenizers`, which has no types of its own and whose panics derive from BaseException."""
+def _as_value_error(message: str, *, quiet: bool = False) -> Iterator[None]:
+    """Replace the errors of `tokenizers`, which has no types of its own and whose panics derive from BaseException.
+
+    Args:
+        message: The beginning of the error's message.
+        quiet: Discard what is written to stderr meanwhile, such as the stack of a panic.
+    """
+    with _without_stderr() if quiet else nullcontext():
+        try:
+            yield
+        except (KeyboardInterrupt, SystemExit):
+            raise
+        except BaseException as error:
+            raise ValueError(f"{message}: {' '.join(str(error).split())[:200]}") from error
+
+
+@contextmanager
+def _without_stderr() -> Iterator[None]:
+    """Discard what is written to this process's stderr, also by libraries."""
+    sys.stderr.flush()
+    saved = os.dup(2)
+    with Path(os.devnull).open("wb") as nowhere:
+        os.dup2(nowhere.fileno(), 2)
     try:
         yield
-    except (KeyboardInterrupt, SystemExit):
-        raise
-    except BaseException as error:
-        raise ValueError(f"{message}: {' '.join(str(error).split())[:200]}") from error
+    finally:
+        os.dup2(saved, 2)
+        os.close(saved)
 
 
-def _need_tokenizers(what: str = "tokens='bpe'") -> None:
-    if find_spec("tokenizers") is None:
-        raise ValueError(f"{what} needs the package tokenizers: pip install 'lit-effattn[bpe]'")
-
-
-def _bytes_by_token(model: "tokenizers.Tokenizer", added: dict[int, str], n_tokens: int) -> np.ndarray:
+def _bytes_by_token(model: tokenizers.Tokenizer, added: dict[int, str], n_tokens: int) -> np.ndarray:
     """Return the number of bytes of each token of a model of byte pairs, which writes a byte as a character."""
     sizes = np.zeros(n_tokens, np.int64)
     for name, token in model.get_vocab(with_added_tokens=False).items():
@@ -702,55 +665,9 @@ def _code_points(text: str) -> np.ndarray:
     return np.frombuffer(text.encode("utf-32-le"), "<u4")
 
 
-def _lines(text: str) -> list[str]:
-    lines = text.split("\n")
-    return [line + "\n" for line in lines[:-1]] + lines[-1:]
-
-
-def _short_words(line: str) -> list[str]:
-    """Divide a line so that no word, or run of characters without white space, has more than `_LONGEST` characters."""
-    if len(line) <= _LONGEST:
-        return [line]
-    borders = [0, *(match.end() for match in _LONG.finditer(line)), len(line)]
-    return [line[start:stop] for start, stop in pairwise(borders)]
-
-
-def _to_learn(lines: Iterable[str]) -> Iterator[str]:
-    """Yield lines for the trainer. Of lines with words that are cut, yield the first `_MOST_OF_LONG` characters."""
-    n_learnt = 0
-    for line in lines:
-        pieces = _short_words(line)
-        if len(pieces) == 1:
-            yield line
-            continue
-        for piece in pieces:
-            if n_learnt < _MOST_OF_LONG:
-                yield piece
-                if n_learnt + len(piece) >= _MOST_OF_LONG:
-                    rank_zero_warn(
-                        f"tokens='bpe': the text has words of more than {_LONGEST:,} characters; of the lines with "
-                        f"such, byte pairs are learnt from the first {_MOST_OF_LONG:,} characters"
-                    )
-            n_learnt += len(piece)
-
-
-def _groups(lines: list[str], size: int) -> Iterator[list[str]]:
-    """Yield the lines in groups of at most `size` characters, or of one line."""
-    group: list[str] = []
-    total = 0
-    for line in lines:
-        if group and total + len(line) > size:
-            yield group
-            group, total = [], 0
-        group.append(line)
-        total += len(line)
-    if group:
-        yield group
-
-
 def _words(text: str) -> list[str]:
-    return text.replace("\n", f" {EOS} ").split()
+    return _WORD.findall(text.replace("\n", f" {EOS} "))
 
 
-def _ranked(counts: dict[str, int]) -> list[str]:
+def _ranked(counts: Mapping[str, int]) -> list[str]:
     return sorted(counts, key=lambda word: (-counts[word], word))

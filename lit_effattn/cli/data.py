@@ -14,6 +14,7 @@ from torch import Tensor
 from lit_effattn.checkpoints.printable import printable
 from lit_effattn.checkpoints.runs import named_or_new, short
 from lit_effattn.datamodules import IGNORE, PairBatch, SpeechBatch, TokenBatch
+from lit_effattn.datamodules.common.files import walk
 from lit_effattn.datamodules.text.tokenizers import Tokenizer
 from lit_effattn.drawing import images as pictures
 from lit_effattn.settings.arguments import Arguments
@@ -72,7 +73,7 @@ def describe(data: LightningDataModule, output: Path | None) -> Iterator[str]:
 def _content(path: Path) -> str:
     if not path.exists():
         return "missing"
-    files = [p for p in path.rglob("*") if p.is_file()] if path.is_dir() else [path]
+    files = walk(path).files if path.is_dir() else [path]
     size = sum(p.stat().st_size for p in files)
     return f"{len(files):,} file{'s' * (len(files) != 1)}, {size / 1e6:,.1f} MB"
 

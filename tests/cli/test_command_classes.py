@@ -30,7 +30,7 @@ TINY: dict[str, Any] = {
         label_smoothing=0.1,
         optimizer=spec("torch.optim.RAdam", lr=0.003),
     ),
-    "data": spec("LabelledTexts", corpus="tsv", root="texts", batch_tokens=60, max_len=30),
+    "data": spec("LabelledTexts", root="texts", batch_tokens=60, max_len=30),
     "trainer": {"max_epochs": 2, "enable_progress_bar": False, "logger": False},
 }
 

@@ -42,7 +42,7 @@ TINY: dict[str, Any] = {
     ),
     "data": spec(
         "SequencePairs",
-        corpus="tsv",
+        corpus="files",
         root="pairs",
         source_tokens="characters",
         target_tokens="words",

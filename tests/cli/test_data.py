@@ -32,7 +32,8 @@ def test_images_of_ones_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     size = sum(path.stat().st_size for path in Path("mine").iterdir())
     flags = ["--data.dataset", "folder", "--data.root", "mine", "--data.image_size", "4", "--data.batch_size", "3"]
     Path("mine/labels.csv").write_text("")
-    with pytest.warns(match="mine: 1 left out"):
+    Path("mine/.hidden").write_text("not counted")
+    with pytest.warns(match="mine: 2 left out"):
         main(["data", "--config", "digits_linear", *flags, "--output", "there"])
     output = capsys.readouterr()
     assert f"{tmp_path / 'mine'}: 21 files, {size / 1e6:.1f} MB" in output.out
@@ -50,7 +51,7 @@ def test_text_and_pairs(capsys: pytest.CaptureFixture[str]):
     assert '"a \\u001b[31m ba' in output
     assert "\x1b" not in output
     Path("pairs.tsv").write_text("".join(f"good {i}\tgut {i}\n" for i in range(60)))
-    main(["data", "--data", "SequencePairs", "--data.corpus", "tsv", "--data.root", "pairs.tsv"])
+    main(["data", "--data", "SequencePairs", "--data.corpus", "files", "--data.root", "pairs.tsv"])
     (first, *further) = [line for line in capsys.readouterr().out.splitlines() if " -> " in line]
     assert len(further) == 2
     number = first.split('"')[1].removeprefix("good ")

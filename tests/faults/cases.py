@@ -206,7 +206,7 @@ TASKS: Mapping[str, tuple[dict[str, Any], dict[str, Any]]] = {
             decode_every_n_epochs=2,
             beam=2,
         ),
-        spec("SequencePairs", corpus="tsv", root="pairs", eval_batch_tokens=60, cache="cache"),
+        spec("SequencePairs", corpus="files", root="pairs", eval_batch_tokens=60, cache="cache"),
     ),
 }
 """The model and the data of each task."""

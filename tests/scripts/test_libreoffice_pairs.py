@@ -53,7 +53,7 @@ def test_pages_become_pairs_in_splits(pages, capsys):
         assert set(lines) == expected | (common if split == "train" else set())
         assert len(lines) == len(set(lines))
         assert f"{split}: {len(lines)} pairs" in output
-    data = SequencePairs("tsv", root=str(out), cache=str(pages / "cache"))
+    data = SequencePairs("files", root=str(out), cache=str(pages / "cache"))
     data.prepare_data()
     data.setup("fit")
     assert not len(data.left_out["train"]) + len(data.left_out["val"])

@@ -1,6 +1,5 @@
 import math
 from functools import partial
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -140,7 +139,6 @@ def test_what_is_reported_is_sums_divided_once(tmp_path, unit: str, name: str, f
     assert made.monitor == f"val/{name}"
 
 
-@pytest.mark.skipif(find_spec("tokenizers") is None, reason="needs the package tokenizers")
 def test_byte_pairs_report_bits_per_byte_of_the_text(tmp_path):
     """To compare tokenizers: the nats of all tokens over the bytes of the text, divided once."""
     texts = ["a bird in a box, naïve\n", "a box\n"]

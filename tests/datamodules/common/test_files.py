@@ -1,5 +1,6 @@
 """Files of others: only regular ones are opened, images only in known formats."""
 
+import bz2
 import gzip
 import io
 import os
@@ -80,6 +81,7 @@ def test_what_is_not_text_is_refused_with_its_name(tmp_path: Path):
         (gzip.compress(archive.getvalue()), "a zip archive"),
         ("ab".encode("utf-16-le"), "UTF-16 without a byte-order mark"),
         (b"%PDF-1.7", "a PDF"),
+        (bz2.compress(b"a text"), "a bzip2 archive"),
         (b"caf\xe9", "not utf-8.*byte 3"),
         (b"\xff\xfea", "not utf-16"),
         (packed[:-9], "damaged"),

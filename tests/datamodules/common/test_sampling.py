@@ -212,7 +212,7 @@ def test_resuming_with_other_batches_is_refused():
     ("kind", "options"),
     [
         (TextStream, {"source": "files", "root": "train.tsv", "segment_len": 4, "batch_size": 2, "cache": "cache"}),
-        (SequencePairs, {"corpus": "tsv", "root": ".", "batch_tokens": 50, "cache": "cache"}),
+        (SequencePairs, {"corpus": "files", "root": ".", "batch_tokens": 50, "cache": "cache"}),
         (LabelledTexts, {"root": ".", "batch_tokens": 50}),
         (LabelledImages, {"dataset": "folder", "root": "images", "image_size": 8, "batch_size": 2}),
     ],

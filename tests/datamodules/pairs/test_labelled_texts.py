@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from lit_effattn.datamodules import LabelledTexts
+from tests.datamodules.hugging_face import fake_datasets, write_rows
 
 SPLITS = ("train", "val", "test")
 ITEMS = [("gut, gemacht", "good"), ("schlecht", "bad"), ("ümlaut", "good"), ("na ja", "so so"), ("x" * 40, "bad")]
@@ -81,7 +82,7 @@ def test_json_lines_whose_classes_may_be_numbers(tmp_path):
         for (text, _), stars in zip(ITEMS, (5, 1, "5 ", 1.0, 10), strict=True)
     ]
     root = write(tmp_path / "x", suffix="jsonl", lines=[json.dumps(line) for line in lines])
-    data = ready(corpus="jsonl", root=root, text_column="review.body", label_column="stars")
+    data = ready(root=root, text_column="review.body", label_column="stars")
     assert data.classes == ("1", "10", "5")
     assert sorted(items(data.val_dataloader(), data.classes)) == sorted(
         zip([text for text, _ in ITEMS], ("5", "1", "5", "1", "10"), strict=True)
@@ -89,7 +90,27 @@ def test_json_lines_whose_classes_may_be_numbers(tmp_path):
     with pytest.raises(
         ValueError, match=r"no text with a class for 'train'; left out: .*jsonl:1: 'label' must be a text"
     ):
-        ready(corpus="jsonl", root=root, text_column="review.body")
+        ready(root=root, text_column="review.body")
+
+
+def test_rows_of_hugging_face(tmp_path, monkeypatch):
+    fake_datasets(monkeypatch)
+    write_rows(tmp_path / "rows", ("train",), lambda n, i: {"text": f"{n} {i}", "label": i % 2}, 60)
+    data = ready(path=str(tmp_path / "rows"))
+    assert data.classes == ("0", "1")
+    actual = [item for split in ("train", "val", "test") for item in items(loaders(data)[split], data.classes)]
+    assert sorted(actual) == sorted((f"train {i}", str(i % 2)) for i in range(60))
+
+
+def loaders(data):
+    return {"train": data.train_dataloader(), "val": data.val_dataloader(), "test": data.test_dataloader()}
+
+
+def test_several_files_of_a_split_are_refused(tmp_path):
+    write(tmp_path / "x")
+    (tmp_path / "x" / "train.csv").write_text("text,label\n")
+    with pytest.raises(ValueError, match=r"train.csv: train.tsv is of 'train', too; remove one"):
+        ready(root=str(tmp_path / "x"))
 
 
 def test_a_class_is_written_in_one_way(tmp_path):
@@ -104,7 +125,7 @@ def test_a_class_is_written_in_one_way(tmp_path):
         assert len(items(data.train_dataloader(), data.classes)) == 12
     root = write(tmp_path / "y", suffix="jsonl", lines=['{"text": "a", "label": true}', '{"text": "b", "label": 1}'])
     with pytest.raises(ValueError, match="'true' and '1' are both classes"):
-        ready(corpus="jsonl", root=root)
+        ready(root=root)
     data = ready(root=write(tmp_path / "z", lines=["a\tx", "b\ty", "c\ty"]))  # too few to know a header
     assert data.classes == ("x", "y")
 
@@ -163,8 +184,8 @@ def test_a_file_of_texts_replaces_the_corpus_in_prediction(tmp_path):
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"corpus": "csv"}, "corpus='csv' is not known; choose one of tsv, jsonl"),
-        ({"label_column": "stars"}, "label_column='stars' does not apply to corpus='tsv'"),
+        ({"root": None}, "root=None, path=None: give one of them"),
+        ({"path": "owner/name"}, "root='x', path='owner/name': give one of them"),
         ({"max_len": 0}, "max_len=0 must be at least 1"),
         ({"batch_texts": 0}, "batch_texts=0 must be at least 1"),
         ({"seed": -1}, "seed=-1 must be at least 0"),

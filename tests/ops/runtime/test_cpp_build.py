@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from lit_effattn.datamodules.common.cache import cached_folder, default_cache
+from lit_effattn.datamodules.common.store import cached_folder, default_cache
 from lit_effattn.ops.linear import cpp_kernels
 from lit_effattn.ops.runtime import cpp_build
 from lit_effattn.ops.runtime.cpp_build import CompilerError, build, library, obstacle

@@ -1,0 +1,167 @@
+"""Records of data sets: rows of .csv, objects of .jsonl, rows of Hugging Face, and lines of columns between TABs."""
+
+import csv
+import json
+import sys
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from lit_effattn.datamodules.common.faults import Fault
+from lit_effattn.datamodules.common.files import open_utf8
+from lit_effattn.datamodules.common.json_data import parse_json
+
+SUFFIXES = (".tsv", ".csv", ".jsonl", ".tsv.gz", ".csv.gz", ".jsonl.gz")
+"""Endings of files of records. A file with another name has columns between TABs."""
+
+_COLUMN_NAMES = {
+    *("source", "target", "src", "tgt", "trg", "input", "output"),
+    *("text", "sentence", "review", "label", "class", "category", "sentiment"),
+}
+"""Names in the first row of a file, which is then not an example."""
+
+
+class Record(NamedTuple):
+    """An item of a data set.
+
+    Attributes:
+        where: File and line, for messages.
+        fields: An object, or the cells of a row by the names of their columns.
+    """
+
+    where: str
+    fields: Any
+
+    def texts(self, columns: tuple[str, ...], *, numbers: bool = False) -> list[str] | Fault:
+        """Return the texts in some fields, or the fault of one that is empty, not UTF-8 or not a text.
+
+        Args:
+            columns: Names of the fields. `translation.en` is the field en of the object translation.
+            numbers: The last one may also be an integer, true or false, which becomes a text as JSON writes it.
+        """
+        texts = []
+        for column in columns:
+            value = _field(self.fields, column)
+            if numbers and column == columns[-1]:
+                value = _written(value)
+            if not isinstance(value, str):
+                message = f"{self.where}: {column!r} must be a text, but is {str(value)[:40]!r}"
+                return Fault("without two texts" if len(columns) == 2 else "without a text", message)
+            if fault := fault_of(self.where, value):
+                return fault
+            texts.append(value)
+        if empty := [column for column, text in zip(columns, texts, strict=True) if not text.strip()]:
+            return Fault("empty", f"{self.where}: has no {' and no '.join(empty)}")
+        return texts
+
+
+def _field(fields: Any, column: str) -> Any:
+    if not isinstance(fields, dict):
+        return None
+    first, _, rest = column.partition(".")
+    return _field(fields.get(first), rest) if rest and column not in fields else fields.get(column)
+
+
+def _written(value: Any) -> Any:
+    if isinstance(value, float) and value.is_integer():  # pandas writes 1.0 in a column with gaps
+        value = int(value)
+    return json.dumps(value) if isinstance(value, int) else value
+
+
+def fault_of(where: str, text: str) -> Fault | None:
+    """Return the fault of a text that is not UTF-8: JSON can hold half of a surrogate pair."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        return Fault("not UTF-8", f"{where}: is not UTF-8 ({error.reason} at {error.start})")
+    return None
+
+
+def read_lines(path: Path) -> Iterator[tuple[str, str | Fault]]:
+    """Yield the lines of a text without their ends, or their faults, each with its file and number.
+
+    The file may be compressed, or begin with a byte-order mark: see `open_text`.
+    """
+    with open_utf8(path) as file:
+        for number, line in enumerate(file, 1):
+            where = f"{path}:{number}"
+            try:
+                yield where, line.rstrip(b"\r\n").decode()
+            except UnicodeDecodeError as error:
+                yield where, Fault("not UTF-8", f"{where}: is not UTF-8 ({error.reason} at byte {error.start})")
+
+
+def read_records(path: Path, columns: tuple[str, ...]) -> Iterator[Record | Fault]:
+    """Yield the records of a file, whose format follows from its suffix, and a fault for each that is left out.
+
+    Args:
+        path: The file.
+        columns: Names of the fields that are needed. If the first row of a .csv or of columns between TABs has them,
+            the row names the columns; otherwise there must be as many columns.
+
+    Raises:
+        ValueError: If a .csv is not valid.
+    """
+    name = path.name.lower().removesuffix(".gz")
+    if name.endswith(".jsonl"):
+        return read_objects(path)
+    return _named(columns, *((_quoted(path), ",") if name.endswith(".csv") else (_tabbed(path), " TAB ")))
+
+
+def read_objects(path: Path) -> Iterator[Record | Fault]:
+    """Yield the values of JSON lines, and a fault for each line that is not JSON."""
+    for where, line in read_lines(path):
+        try:
+            if isinstance(line, Fault):
+                yield line
+            else:
+                yield Record(where, parse_json(line)) if line.strip() else Fault("empty", f"{where}: is empty")
+        except ValueError as error:
+            yield Fault("not JSON", f"{where}: is not JSON ({error})")
+
+
+def of_rows(title: str, rows: Iterable[Any]) -> Iterator[Record]:
+    """Yield the rows of a data set of Hugging Face."""
+    return (Record(f"{title}[{i}]", row) for i, row in enumerate(rows))
+
+
+def _tabbed(path: Path) -> Iterator[tuple[str, list[str] | Fault]]:
+    for where, line in read_lines(path):
+        yield where, line if isinstance(line, Fault) else line.split("\t")
+
+
+def _quoted(path: Path) -> Iterator[tuple[str, list[str] | Fault]]:
+    csv.field_size_limit(min(sys.maxsize, 2**31 - 1))  # a text may be longer than the default, 131,072 characters
+    with open_utf8(path) as file:
+        lines = (line.decode(errors="surrogateescape") for line in file)  # reported when the text is read
+        reader = csv.reader(lines, strict=True)
+        try:
+            yield from ((f"{path}:{reader.line_num}", row) for row in reader)
+        except csv.Error as error:
+            raise ValueError(f"{path}:{reader.line_num}: is not CSV ({error}); correct it") from error
+
+
+def _named(
+    columns: tuple[str, ...], rows: Iterator[tuple[str, list[str] | Fault]], separator: str
+) -> Iterator[Record | Fault]:
+    names = columns
+    for number, (where, row) in enumerate(rows):
+        if isinstance(row, Fault):
+            yield row
+            continue
+        cells = tuple(cell.strip() for cell in row)
+        if (
+            number == 0
+            and cells
+            and ({*columns} <= {*cells} or _COLUMN_NAMES.issuperset(cell.lower() for cell in cells))
+        ):
+            yield Fault("header row", f"{where}: {separator.join(row)!r} are names of columns")
+            names = cells if {*columns} <= {*cells} else columns
+        elif len(cells) == len(names):
+            yield Record(where, dict(zip(names, row, strict=True)))
+        elif any(cells):
+            expected = f"expected {separator.join(names)}"
+            reason = "not two columns" if len(names) == 2 else f"not {len(names)} columns"
+            yield Fault(reason, f"{where}: has {len(row)} columns; {expected}")
+        else:
+            yield Fault("empty", f"{where}: is empty")

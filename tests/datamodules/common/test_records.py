@@ -1,0 +1,32 @@
+from pathlib import Path
+
+import pytest
+
+from lit_effattn.datamodules.common.faults import Fault
+from lit_effattn.datamodules.common.records import read_records
+
+
+def texts(path: Path, content: str, columns: tuple[str, str] = ("text", "label")) -> list:
+    path.write_text(content, encoding="utf-8")
+    records = read_records(path, columns)
+    items = [record if isinstance(record, Fault) else record.texts(columns) for record in records]
+    return [item.reason if isinstance(item, Fault) else item for item in items]
+
+
+def test_a_csv_has_quotes_and_lines_within_them(tmp_path: Path):
+    content = 'id,label,text\n1,good,"a, ""b""\nc"\n2,,d\n\n3,bad\n4,bad,e\n'
+    expected = ["header row", ['a, "b"\nc', "good"], "empty", "empty", "not 3 columns", ["e", "bad"]]
+    assert texts(tmp_path / "x.csv", content) == expected
+    assert texts(tmp_path / "y.csv", "a,good\nb,bad\n") == [["a", "good"], ["b", "bad"]]
+    for damaged in ('text,label\n"a,good\nb,bad\n', 'text,label\n"a"b,good\n'):
+        with pytest.raises(ValueError, match=r"z\.csv:\d: is not CSV .*correct it"):
+            texts(tmp_path / "z.csv", damaged)
+
+
+def test_a_first_row_names_columns_in_any_order(tmp_path: Path):
+    assert texts(tmp_path / "x.tsv", "label\ttext\ngood\ta\n") == ["header row", ["a", "good"]]
+    assert texts(tmp_path / "x.tsv", "source\ttarget\na\tgood\n") == ["header row", ["a", "good"]]
+    assert texts(tmp_path / "x.txt", "a\tgood\n") == [["a", "good"]]
+    assert texts(tmp_path / "x.jsonl", '{"label": "good", "text": "a"}\n\n[]\n') == [
+        *(["a", "good"], "empty", "without two texts")
+    ]

@@ -179,7 +179,7 @@ def write_samples(model: Any, data: Any, n: int, folder: Path) -> list[str]:
     known = inspect.signature(write).parameters
     if any(p.default is p.empty for name, p in known.items() if name not in _COMMON):
         return []
-    is_text = "n_tokens" in known
+    is_text = "prompt" in known
     options: list[dict[str, Any]] = [{"n_tokens": N_TOKENS} if is_text else {}]
     if "complete" in known and data is not None:
         options.append({"complete": 0.5})

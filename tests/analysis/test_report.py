@@ -21,7 +21,7 @@ from torch import nn
 from lit_effattn import LSTM, Transformer
 from lit_effattn.analysis.attention_pictures import attention_pictures, png
 from lit_effattn.analysis.report import find_run, output_figures
-from lit_effattn.analysis.report_samples import filled_rows, first_sequence, rows, token_bits
+from lit_effattn.analysis.report_samples import filled_rows, first_sequence, rows, token_bits, write_samples
 from lit_effattn.attention import (
     CompressiveAttention,
     InfiniteAttention,
@@ -311,6 +311,21 @@ def test_rows_of_a_stream_that_is_empty_or_has_ended_are_not_shown(carried: bool
     assert len(token_bits(model, sequence)) == 4
     with pytest.raises(ValueError, match="the first test batch has no positions"):
         first_sequence(model, loader(segments[1]), 4, carried=carried)
+
+
+def test_as_many_images_as_asked_and_few_texts_are_drawn(tmp_path: Path):
+    drawn = []
+
+    def images(folder, *, datamodule, n, sampling, progress, complete=None, n_tokens=None):
+        drawn.append((folder().name, n, n_tokens, complete))
+
+    def texts(folder, *, datamodule, n, sampling, progress, prompt=None, n_tokens=500):
+        drawn.append((folder().name, n, n_tokens))
+
+    for name, write in (("images", images), ("texts", texts)):
+        (tmp_path / name).mkdir()
+        assert write_samples(SimpleNamespace(write_samples=write), object(), 8, tmp_path / name) == []
+    assert drawn == [("drawn_0", 8, None, None), ("drawn_1", 8, None, 0.5), ("drawn_0", 2, 300)]
 
 
 def test_predictions_are_shown_together_and_as_text(tmp_path: Path):

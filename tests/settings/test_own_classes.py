@@ -164,7 +164,7 @@ def test_kinds_describes_a_kind_of_ones_own(capsys: pytest.CaptureFixture[str]):
     main(["kinds", KIND])
     output = capsys.readouterr().out
     assert output.startswith("MeanAttention: y_i = mean of v_j, j ≤ i.\n  direction: causal")
-    assert "\n  head_dim=None  Dimensions D of a head; see `SoftmaxAttention`." in output
+    assert "\n  head_dim=None  Dimensions D of a head's queries, keys and values;" in output
 
 
 def test_options_without_a_default_are_named(capsys: pytest.CaptureFixture[str]):

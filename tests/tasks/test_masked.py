@@ -364,7 +364,7 @@ def test_scores_of_documents_tokens_of_masks_and_classes_of_proteins(
         Path("labelled", f"{split}.jsonl").write_text("\n".join(lines))
     checkpoint = "pretrained.ckpt"
     last("runs").rename(checkpoint)
-    data = spec("LabelledTexts", corpus="jsonl", root="labelled", tokenizer_of=checkpoint)
+    data = spec("LabelledTexts", root="labelled", tokenizer_of=checkpoint)
     options = {**TINY["model"]["init_args"], "optimizer": spec("torch.optim.SGD", lr=0.0)}
     classifier = spec("SequenceClassifier", **options)
     tuned = {"model": classifier, "data": data, "trainer": {**TINY["trainer"], "max_steps": 1, "max_epochs": -1}}

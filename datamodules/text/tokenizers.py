@@ -214,7 +214,8 @@ class CharacterTokenizer(Tokenizer):
         characters: The known characters, each once.
     """
 
-    kind, unit, saved_as = "characters", "character", str
+    kind, unit = "characters", "character"
+    saved_as: ClassVar[type] = str
 
     def __init__(self, characters: str) -> None:
         super().__init__(characters, len(characters) + 2)
@@ -301,7 +302,8 @@ class AminoAcidTokenizer(CharacterTokenizer):
     case. Other characters, such as `*`, are read as X, and counted in `n_replaced`. White space is dropped.
     """
 
-    kind, unit, saved_as = "amino_acids", "token", type(None)
+    kind, unit = "amino_acids", "token"
+    saved_as = type(None)
     LETTERS = "ABCDEFGHIKLMNOPQRSTUVWXYZ"  # all but J
 
     def __init__(self) -> None:

@@ -105,7 +105,8 @@ def _sum(key: bytes, text: str) -> str:
 
 
 def _file() -> Path:
-    state = os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state"
+    # `Path.home` raises an error for a user without a home.
+    state = os.environ.get("XDG_STATE_HOME") or os.path.expanduser("~/.local/state")  # noqa: PTH111
     return Path(state, "lit-effattn", "key")
 
 

@@ -20,7 +20,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = tool_parser(
         "export",
         "Write a checkpoint's model for other programs. onnx and torch: a streaming step, whose state is an input and "
-        "an output. safetensors: the weights and the configuration, which all commands read as a checkpoint.",
+        "an output. safetensors: the weights and the model, which all commands read as a checkpoint.",
     )
     parser.add_argument(
         "--ckpt_path",

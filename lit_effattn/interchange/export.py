@@ -109,7 +109,7 @@ def export(
         batch_size: Rows of the step.
         check: Number of random inputs for which the file's results are compared with PyTorch's.
         overwrite: Whether to replace an existing file.
-        saved: A checkpoint of the model, such as `read_outline` returns it. safetensors: its configuration, last
+        saved: A checkpoint of the model, such as `read_outline` returns it. safetensors: its counters, last
             metrics and state of the data are written, too, so that all commands can read the file as a checkpoint.
             The step of a recogniser that was trained with `SpeechData` reads samples; without `saved`, features.
         dtype: safetensors: type of the floating-point weights, one of `DTYPES`. Default: as they are.

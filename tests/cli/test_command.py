@@ -454,8 +454,6 @@ def test_fine_tuning_starts_from_another_kinds_weights():
     settings = yaml.safe_load((second / "config.yaml").read_text())
     named = settings["init_weights"]  # "last" is now another one
     assert Path(named).resolve() == (first / "checkpoints" / "last.ckpt").resolve()
-    saved = torch.load(second / "checkpoints" / "last.ckpt", weights_only=True)
-    assert named in repr({name: value for name, value in saved.items() if name != "state_dict"})
     model = PixelModel.load_from_checkpoint(second / "checkpoints" / "last.ckpt")
     assert isinstance(model.backbone.blocks[0].attention, LinearAttention)
 

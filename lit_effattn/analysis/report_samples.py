@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import inspect
 import io
 import json
 import math
@@ -20,10 +19,10 @@ from lit_effattn.checkpoints.own_runs import own_config
 from lit_effattn.checkpoints.runs import short
 from lit_effattn.datamodules import IGNORE, LabelledBatch, PairBatch, SpeechBatch, TokenBatch
 from lit_effattn.datamodules.text.tokenizers import Tokenizer
-from lit_effattn.generation.sampling import AS_TRAINED
 from lit_effattn.sequence import State
 from lit_effattn.settings.data import build_data
 from lit_effattn.tasks import Task
+from lit_effattn.tasks.options import ImageOptions, TextOptions
 
 N_TEXTS, N_TOKENS = 2, 300
 """Largest number of texts that are drawn, and the tokens of each."""
@@ -173,31 +172,24 @@ def write_samples(model: Any, data: Any, n: int, folder: Path) -> list[str]:
     Returns:
         A remark for each kind of sample that could not be drawn.
     """
-    write = getattr(model, "write_samples", None)
-    if not callable(write):
+    kind = model.generation
+    if kind not in (TextOptions, ImageOptions):
         return []
-    known = inspect.signature(write).parameters
-    if any(p.default is p.empty for name, p in known.items() if name not in _COMMON):
-        return []
-    is_text = "prompt" in known
-    options: list[dict[str, Any]] = [{"n_tokens": N_TOKENS} if is_text else {}]
-    if "complete" in known and data is not None:
-        options.append({"complete": 0.5})
-    common = {"datamodule": data, "n": min(n, N_TEXTS) if is_text else n, "sampling": AS_TRAINED, "progress": iter}
+    options: list[Any] = [
+        TextOptions(n=min(n, N_TEXTS), n_tokens=N_TOKENS) if kind is TextOptions else ImageOptions(n=n)
+    ]
+    if kind is ImageOptions and data is not None:
+        options.append(ImageOptions(n=n, complete=0.5))
     remarks = []
     for i, own in enumerate(options):
         target = folder / f"drawn_{i}"
         target.mkdir()
         try:
             with contextlib.redirect_stdout(io.StringIO()):
-                write(lambda target=target: target, **common, **own)
+                model.write_samples(lambda target=target: target, own, datamodule=data)
         except ValueError as error:
             remarks.append(f"Not drawn: {error}")
     return remarks
-
-
-_COMMON = ("folder", "datamodule", "n", "sampling", "progress")
-"""Arguments of every task's `write_samples`."""
 
 
 def records(path: Path) -> list[dict[str, str]]:

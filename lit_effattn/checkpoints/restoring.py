@@ -1,10 +1,9 @@
-"""Restoring a run from a checkpoint. Each part is compared with the object that loads it before it is loaded."""
+"""Restoring a run from a checkpoint: the sizes of each part are compared with the object that loads it."""
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -13,13 +12,13 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.fabric.utilities.types import _Stateful
 from lightning.pytorch.trainer.connectors.checkpoint_connector import _CheckpointConnector
 from lightning.pytorch.trainer.states import TrainerFn
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import Optimizer
 
 from lit_effattn.checkpoints.files import DamagedError
 from lit_effattn.checkpoints.folders import Divided
 from lit_effattn.checkpoints.runs import short
-from lit_effattn.checkpoints.shape import check_counts, check_like, wrong
+from lit_effattn.checkpoints.shape import check_like, wrong
 
 _LOOPS = {
     TrainerFn.FITTING: "fit_loop",
@@ -35,8 +34,8 @@ class CheckpointConnector(_CheckpointConnector):
     """Lightning's connector with checks of each part that it restores.
 
     Lightning and torch trust the content: an empty list of optimiser states restores nothing, and a scheduler's state
-    replaces all attributes that it names. Here a part without the structure of its object is a `DamagedError`, and so
-    is any other error while a part is restored.
+    replaces all attributes that it names. Here a part with other sizes than its object is a `DamagedError`, and so is
+    any other error while a part is restored.
     """
 
     def resume_start(self, checkpoint_path: Any = None, weights_only: bool | None = None) -> None:
@@ -86,9 +85,9 @@ class CheckpointConnector(_CheckpointConnector):
             if saved is not None:
                 if name not in saved:
                     raise ValueError(f"loops has no {name}")
-                names = saved.keys() & {*_LOOPS.values()} if fn == TrainerFn.FITTING else {name}
-                for name in sorted(names):
-                    _check_loop(saved[name], getattr(self.trainer, name), name)
+                new = getattr(self.trainer, name).state_dict()
+                # Lightning adds the loaders' states to those of a new loop.
+                check_like(saved[name], {key: state for key, state in new.items() if key != "state_dict"}, name)
             elif fn == TrainerFn.FITTING:
                 raise ValueError(_only_a_model("loops"))
             super().restore_loops()
@@ -123,9 +122,7 @@ class CheckpointConnector(_CheckpointConnector):
             saved, optimizers = self._loaded_checkpoint["optimizer_states"], self.trainer.optimizers
             _check_number(saved, optimizers, "optimizer_states")
             for i, (state, optimizer) in enumerate(zip(saved, optimizers, strict=True)):
-                check_optimizer(
-                    state, optimizer, f"optimizer_states[{i}]", bool(self._loaded_checkpoint["global_step"])
-                )
+                check_optimizer(state, optimizer, f"optimizer_states[{i}]")
             super().restore_optimizers()
 
     def restore_lr_schedulers(self) -> None:
@@ -175,24 +172,6 @@ def _check_number(saved: Any, objects: Any, where: str) -> None:
         raise wrong(where, saved, f"a list of {len(objects)}")
 
 
-def _check_loop(saved: Any, loop: Any, where: str) -> None:
-    """Check the counters of a loop and of the loops inside it. Loaders check their own states."""
-    if not isinstance(saved, dict):
-        raise wrong(where, saved, "a mapping")
-    for name, new in loop.state_dict().items():
-        if name not in saved:
-            raise ValueError(f"{where} has no {name}")
-        is_progress = not name.endswith("state_dict")
-        if name == "state_dict":  # Lightning adds the loaders' states to those of a new loop
-            loaders = saved[name].get("combined_loader", []) if isinstance(saved[name], dict) else None
-            if not isinstance(loaders, list) or not all(isinstance(state, dict) for state in loaders):
-                raise wrong(f"{where}.{name}", saved[name], "a mapping with the states of the loaders")
-            continue
-        check_like(saved[name], new, f"{where}.{name}", exact=is_progress)
-        if is_progress or name.endswith("epoch_loop.state_dict"):
-            check_counts(saved[name], f"{where}.{name}")
-
-
 def check_scheduler(saved: Any, scheduler: Any, where: str) -> None:
     """Check the state of a schedule: it may replace only the attributes that a new schedule saves.
 
@@ -202,128 +181,46 @@ def check_scheduler(saved: Any, scheduler: Any, where: str) -> None:
         where: The name of the state, for messages.
 
     Raises:
-        ValueError: If a part has another structure. The message names the part, its value and the expected structure.
+        ValueError: If it has another structure. The message names the part, its value and the expected structure.
     """
     new = scheduler.state_dict()
-    # Earlier versions of torch and of this library saved fewer names.
-    known = {name: value for name, value in new.items() if name in saved or name in ("last_epoch", "base_lrs")}
-    check_like(saved, known, where)
+    # Other versions of torch save other names.
+    check_like(saved, {name: new[name] for name in new if name in saved or name == "last_epoch"}, where)
     for name in saved.keys() - new.keys():
         if not isinstance(name, str) or hasattr(scheduler, name):
             raise ValueError(f"{where} has {name!r}, which is not part of the state of a {type(scheduler).__name__}")
 
 
-def check_optimizer(saved: Any, optimizer: Optimizer, where: str, has_stepped: bool) -> None:
-    """Compare the state of an optimiser with that of a new one, and its tensors with those that a step creates.
+def check_optimizer(saved: Any, optimizer: Optimizer, where: str) -> None:
+    """Compare the sizes in the state of an optimiser with those of its parameters.
 
     Args:
         saved: The state in the checkpoint.
         optimizer: A new optimiser, which is to load it.
         where: The name of the state, for messages.
-        has_stepped: Whether the run has made steps, so that the state must not be empty.
 
     Raises:
-        ValueError: If a part has another structure. The message names the part, its value and the expected structure.
+        ValueError: If a size differs. The message names the part, its value and the expected size.
     """
-    new = optimizer.state_dict()
-    for name in ("state", "param_groups"):
-        if name not in saved:
-            raise ValueError(f"{where} has no {name}")
-    groups = saved["param_groups"]
-    sizes, expected = _sizes(groups), [len(group["params"]) for group in new["param_groups"]]
-    if sizes is not None and sizes != expected:
+    groups = optimizer.param_groups
+    sizes, expected = [len(group["params"]) for group in saved["param_groups"]], [len(g["params"]) for g in groups]
+    if sizes != expected:
         raise ValueError(
-            f"{where}.param_groups have {_listed(sizes)} parameters, and those of this run {_listed(expected)}: an "
-            "earlier version or another decay_biases_and_gains made them; start a new run from its weights with "
+            f"{where}.param_groups have {_listed(sizes)} parameters, and those of this run {_listed(expected)}: "
+            "another optimizer or decay_biases_and_gains made them; start a new run from its weights with "
             "--init_weights in place of --ckpt_path"
         )
-    _check_number(groups, new["param_groups"], f"{where}.param_groups")
-    for i, (group, of_new) in enumerate(zip(groups, new["param_groups"], strict=True)):
-        at = f"{where}.param_groups[{i}]"
-        added = _added(group, optimizer) if isinstance(group, dict) else set()
-        check_like(group, {name: value for name, value in of_new.items() if name not in added}, at)
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    numbers = [i for group in groups for i in group["params"]]
-    if len(set(numbers)) != len(parameters):
-        raise ValueError(f"{where}.param_groups name {len(set(numbers))} parameters, not {len(parameters)}")
-    by_number = dict(zip(numbers, parameters, strict=True))
-    group_of = {number: i for i, group in enumerate(groups) for number in group["params"]}
-    states = saved["state"]
-    if not isinstance(states, dict):
-        raise wrong(f"{where}.state", states, "a mapping")
-    steps = _after_a_step(optimizer)
-    if has_stepped and not states and any(state for of_group in steps for state in of_group.values()):
-        raise ValueError(f"{where}.state is empty, though the run has made steps")
-    for number, state in states.items():
-        if number not in by_number:
-            raise ValueError(f"{where}.state has {number!r}, which is not one of the parameters")
-        parameter = by_number[number]
-        _check_state(state, parameter, steps[group_of[number]].get(parameter.ndim), f"{where}.state[{number}]")
-
-
-def _sizes(groups: Any) -> list[int] | None:
-    """Return the number of parameters of each group; None if `groups` is not a list of groups."""
-    params: list[Any] = (
-        [group.get("params") for group in groups if isinstance(group, dict)] if isinstance(groups, list) else []
-    )
-    return [*map(len, params)] if params and all(isinstance(numbers, list) for numbers in params) else None
+    numbers = [number for group in saved["param_groups"] for number in group["params"]]
+    parameters = dict(zip(numbers, (p for group in groups for p in group["params"]), strict=True))
+    for number, state in saved["state"].items():
+        shape = parameters[number].shape
+        for name, value in state.items():
+            # The state of a parameter has its shape, or 1 where it is shared along a dimension.
+            same_rank = isinstance(value, (Tensor, Divided)) and len(value.shape) == len(shape)
+            if same_rank and any(n not in (1, m) for n, m in zip(value.shape, shape, strict=True)):
+                at = f"{where}.state[{number}].{name}"
+                raise wrong(at, value, f"a tensor for a parameter of shape {tuple(shape)}")
 
 
 def _listed(sizes: list[int]) -> str:
     return " + ".join(map(str, sizes))
-
-
-def _added(group: dict[str, Any], optimizer: Optimizer) -> set[str]:
-    """Return the options that torch adds to a group when it is loaded: earlier versions of torch lacked them."""
-    loaded, made = dict(group), object.__new__(type(optimizer))
-    with suppress(Exception):  # the group may have any content
-        made.__setstate__({"defaults": dict(optimizer.defaults), "state": {}, "param_groups": [loaded]})
-    return loaded.keys() - group.keys()
-
-
-def _check_state(saved: Any, parameter: Tensor, after_step: dict[str, Any] | None, where: str) -> None:
-    if not isinstance(saved, dict):
-        raise wrong(where, saved, "a mapping")
-    for name, example in (after_step or {}).items():
-        if name not in saved:
-            raise ValueError(f"{where} has no {name}")
-        value, at = saved[name], f"{where}.{name}"
-        if not isinstance(example, Tensor) or example.ndim == 0:
-            check_like(value, example, at)
-            if name == "step" and not 0 <= float(value) < 2**53:
-                raise wrong(at, value, "a count")
-        elif (
-            not isinstance(value, (Tensor, Divided))
-            or value.dtype.is_complex
-            or not _fits(value.shape, parameter.shape, example.shape)
-        ):
-            raise wrong(at, value, f"a tensor for a parameter of shape {tuple(parameter.shape)}")
-
-
-def _fits(value: torch.Size, parameter: torch.Size, example: torch.Size) -> bool:
-    """Return whether a state has the shape of its parameter, with a 1 where the example, of a shape of 2s, has one."""
-    if len(value) != len(example) or len(example) != len(parameter):
-        return len(value) == len(example)
-    return all(n == (m if k == 2 else k) for n, m, k in zip(value, parameter, example, strict=True))
-
-
-def _after_a_step(optimizer: Optimizer) -> list[dict[int, dict[str, Any]]]:
-    """Return the states of small parameters after a step, by group and number of dimensions; none if it can't step.
-
-    An optimiser that consists of others has them as `parts`, in the order of its groups.
-    """
-    groups: list[dict[int, dict[str, Any]]] = []
-    for part in getattr(optimizer, "parts", (optimizer,)):
-        arguments = inspect.signature(type(part)).parameters.keys() - {"params"}
-        for group in part.param_groups:
-            options = {name: value for name, value in group.items() if name in arguments}
-            states: dict[int, dict[str, Any]] = {}
-            for n in {p.ndim for p in group["params"]}:
-                p = nn.Parameter(torch.zeros((2,) * n))
-                p.grad = torch.zeros_like(p)
-                with suppress(Exception):  # an optimiser that needs a closure, sparse gradients or further arguments
-                    made = type(part)([p], **options)
-                    made.step()
-                    states[n] = dict(made.state[p])
-            groups.append(states)
-    return groups

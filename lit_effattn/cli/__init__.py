@@ -164,13 +164,12 @@ def _main(args: list[str] | None) -> None:
         return call()
     from lightning.fabric.utilities.exceptions import MisconfigurationException
 
-    from lit_effattn.cli.errors import plain
-    from lit_effattn.cli.failures import explained, in_flags
+    from lit_effattn.cli.failures import explained
 
     try:
         call()
     except UsageError as error:
-        fail(plain(str(error)), code=2)
+        fail(str(error), code=2)
     except Stopped:
         raise
     except SystemExit as error:
@@ -183,10 +182,10 @@ def _main(args: list[str] | None) -> None:
     except BrokenPipeError:
         raise
     except OSError as error:
-        fail(explained(error, args[0]) or plain(_message(error)))
+        fail(explained(error, args[0]) or _message(error))
     # Errors of our checks and of libraries: the message names the cause, a traceback would not help.
     except (ValueError, FloatingPointError, ModuleNotFoundError, MisconfigurationException) as error:
-        fail(plain(in_flags(_message(error))))
+        fail(_message(error))
 
 
 def _is_stream(args: list[str]) -> bool:
@@ -259,7 +258,7 @@ def _message(error: BaseException) -> str:
 
 def fail(message: str, code: int = 1) -> NoReturn:
     """Print an error and exit, with code 2 for invalid arguments and code 1 for any other error."""
-    print(f"lit-effattn: error: {printable(message)}", file=sys.stderr)
+    print(f"lit-effattn: error: {printable(' '.join(message.split()))}", file=sys.stderr)
     if code == 1:
         print(f"(set {DEBUG}=1 in the environment to see the traceback)", file=sys.stderr)
     sys.exit(code)

@@ -12,6 +12,7 @@ import threading
 import warnings
 from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn, Union, get_args
@@ -65,13 +66,15 @@ from lit_effattn.checkpoints.runs import (
 )
 from lit_effattn.checkpoints.trust import find
 from lit_effattn.cli.data import show_data
-from lit_effattn.cli.errors import unknown
+from lit_effattn.cli.errors import fault
 from lit_effattn.cli.help import arranged, class_help
 from lit_effattn.cli.prepare import prepare
+from lit_effattn.cli.threads import few_threads
 from lit_effattn.distributed.sharding import ShardedStrategy
 from lit_effattn.hparams import flat
 from lit_effattn.nn.transfer import begin_transfer
 from lit_effattn.settings.arguments import Arguments, dump_yaml, load_yaml
+from lit_effattn.settings.building import Builder
 from lit_effattn.settings.data import build_data
 from lit_effattn.settings.defaults import TRAINER
 from lit_effattn.settings.derived import leave_out, set_strides, set_windows
@@ -90,6 +93,7 @@ from lit_effattn.settings.run_names import ROOT, stated_root
 from lit_effattn.settings.texts import keep_texts
 from lit_effattn.settings.trainer import Trainer
 from lit_effattn.tasks import Task
+from lit_effattn.tasks.options import flags
 
 __all__ = ["CLI", "callbacks", "datamodules", "lit_effattn", "run"]
 
@@ -160,7 +164,11 @@ def run(args: list[str]) -> None:
     tuple(arguments.named())  # reads the files that settings name, so that an error in one is reported with its name
     _ = arguments.trust  # an error in a name is reported, although the name may not be needed
     if arguments.command == "data":
-        show_data(arguments, _Parser(prog="lit-effattn data", description=_ABOUT_DATA))
+        parser = _Parser(prog="lit-effattn data", description=_ABOUT_DATA)
+        try:
+            show_data(arguments, parser)
+        except UsageError as error:
+            raise UsageError(_fault(parser, arguments) or str(error)) from error
         return
     try:
         CLI(arguments)
@@ -229,6 +237,10 @@ class UsageError(Exception):
     """The arguments are invalid. The message is that of jsonargparse."""
 
 
+def _fault(parser: LightningArgumentParser, arguments: Arguments, saved: Any = None) -> str | None:
+    return fault(arguments, [*parser.get_defaults(skip_validation=True).keys()], saved)
+
+
 class _Parser(LightningArgumentParser):
     """A parser that raises `UsageError` instead of exiting, without abbreviations of options.
 
@@ -257,12 +269,7 @@ class _Parser(LightningArgumentParser):
         """Raise `UsageError`."""
         if not self.exit_on_error:  # a nested parser: its parent reports the error
             super().error(message, ex)
-        raise UsageError(unknown(message, self._options())) from ex
-
-    def _options(self) -> set[str]:
-        """Return the options of the parser and of its commands."""
-        commands = getattr(self._subcommands_action, "_name_parser_map", {}).values()
-        return set(self._option_string_actions).union(*(parser._option_string_actions for parser in commands))
+        raise UsageError(message) from ex
 
     def parse_args(self, *args: Any, **options: Any) -> Any:
         """Parse arguments; text stays text."""
@@ -288,6 +295,7 @@ class CLI(LightningCLI):
         self.arguments = arguments
         self._new_folder: Path | None = None  # of a new run
         self._lock: RunLock | None = None
+        self._builder = Builder(self._build)
         self._data: pl.LightningDataModule | None = None
         resolved = resolve(arguments)
         self.resolved, self._content = resolved._replace(content=None), resolved.content  # until it is loaded
@@ -323,16 +331,13 @@ class CLI(LightningCLI):
 
     # -------------------------------------------------------------------------------------------------------- parsing
 
-    @staticmethod
-    def subcommands() -> dict[str, set[str]]:
-        """Return the commands, each with the parameters that are not options."""
-        return {**LightningCLI.subcommands(), "generate": {"model", "datamodule"}}
+    def subcommands(self) -> dict[str, set[str]]:  # type: ignore[override]  # static there
+        """Return the current command alone, since each parser takes a third of a second.
 
-    def _add_subcommands(self, parser: LightningArgumentParser, **kwargs: Any) -> None:
-        """Build only the parser of the current command: each takes a third of a second."""
-        commands = self.subcommands()
-        self.subcommands = lambda: {self.arguments.command: commands[self.arguments.command]}  # type: ignore[method-assign]
-        super()._add_subcommands(parser, **kwargs)
+        Its value: the parameters that are not options.
+        """
+        commands = {**LightningCLI.subcommands(), "generate": {"model", "datamodule"}}
+        return {self.arguments.command: commands[self.arguments.command]}
 
     def _prepare_subcommand_parser(self, klass: type, subcommand: str, **kwargs: Any) -> LightningArgumentParser:
         """Disable Lightning's table of results, and adapt the help of `--ckpt_path` and the types of numbers."""
@@ -363,6 +368,9 @@ class CLI(LightningCLI):
         """Add the options of this command, and link the arguments of the model that the data determine."""
         parser.add_argument("--trust", type=list[str] | None, default=None, metavar="NAME", help=TRUST)
         parser.add_argument("--name", type=str | None, default=None, help=_ABOUT_NAME)
+        if self.arguments.command == "generate":
+            for name, option in flags().items():
+                parser.add_argument(f"--{name}", type=option.annotation | None, default=None, help=option.doc)
         if self.arguments.command != "fit":
             parser.add_argument("--average", type=int | None, default=None, help=_ABOUT_AVERAGE)
         else:
@@ -386,7 +394,11 @@ class CLI(LightningCLI):
                 )
             parser.parse_args(args)
         # `parser` would parse all settings a second time.
-        self.config = Namespace({"subcommand": command, command: self._parser(command).parse_args(args[1:])})
+        of_command = self._parser(command)
+        try:
+            self.config = Namespace({"subcommand": command, command: of_command.parse_args(args[1:])})
+        except UsageError as error:
+            raise UsageError(_fault(of_command, self.arguments, self.resolved.run) or str(error)) from error
 
     def _parse_ckpt_path(self) -> None:
         """Do nothing: Lightning would silently override flags with the hyper-parameters of the checkpoint."""
@@ -398,7 +410,8 @@ class CLI(LightningCLI):
         config = self.config[self.subcommand]
         if self._data is not None:  # it was built for the settings that follow from it
             self.config[self.subcommand] = Namespace({**vars(config), "data": self._data})
-        self.config_init = self.parser.instantiate_classes(self.config)
+        with self._builder.errors():
+            self.config_init = self.parser.instantiate_classes(self.config)
         self.config[self.subcommand] = config
         made = self.config_init[self.subcommand]
         self.datamodule = made.get("data")
@@ -433,7 +446,7 @@ class CLI(LightningCLI):
         self._derive(config)
         self._read_checkpoints_safely(config.trainer.get("strategy"))
         self._find_weights(config)
-        self.parser.add_instantiator(self._build, object)
+        self.parser.add_instantiator(self._builder, object)
         if self.arguments.command == "fit" and self._content is not None and not self.resolved.requeued:
             saved = saved_model(self._content)
             trainer = section(self.resolved.run or {}, "trainer")
@@ -688,7 +701,8 @@ class CLI(LightningCLI):
         """Run prediction and let the task write the results."""
         if self.trainer.world_size > 1:
             raise ValueError(f"predict runs on one process, not {self.trainer.world_size}: give --trainer.devices 1")
-        predictions: Any = self.trainer.predict(**{**kwargs, "return_predictions": True})
+        with few_threads(self.model) if self.model.predicts_by_steps else nullcontext():
+            predictions: Any = self.trainer.predict(**{**kwargs, "return_predictions": True})
         folder = new_folder(Path(self.trainer.default_root_dir), "predictions")
         print(printable(self.model.write_predictions(predictions, folder)))
 
@@ -697,7 +711,9 @@ class CLI(LightningCLI):
         if self.trainer.world_size > 1:
             raise ValueError(f"generate runs on one process, not {self.trainer.world_size}: give --trainer.devices 1")
         assert isinstance(self.trainer, Trainer)
-        print(printable(self.trainer.generate(**kwargs)))
+        options = {name: self.config_init[self.subcommand][name] for name in flags()}
+        with few_threads(self.model):
+            print(printable(self.trainer.generate(**kwargs, **options)))
 
 
 class Configuration(pl.Callback):

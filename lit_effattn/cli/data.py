@@ -18,6 +18,7 @@ from lit_effattn.datamodules.common.files import walk
 from lit_effattn.datamodules.text.tokenizers import Tokenizer
 from lit_effattn.drawing import images as pictures
 from lit_effattn.settings.arguments import Arguments
+from lit_effattn.settings.building import Builder
 from lit_effattn.settings.own_classes import TRUST
 from lit_effattn.settings.run_names import ROOT
 
@@ -46,7 +47,10 @@ def show_data(arguments: Arguments, parser: LightningArgumentParser) -> None:
     config = parser.parse_args([*(arg for spec in specs for arg in spec), *arguments.remaining])
     if not config.get("data"):
         raise ValueError("no data are named: give --config NAME_OR_FILE, or --data CLASS")
-    data = parser.instantiate_classes(config).data
+    builder = Builder(lambda kind, *args, **kwargs: kind(*args, **kwargs))
+    parser.add_instantiator(builder, object)
+    with builder.errors():
+        data = parser.instantiate_classes(config).data
     for line in describe(data, None if config.output is None else Path(config.output)):
         print(printable(line))
 

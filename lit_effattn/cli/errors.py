@@ -1,135 +1,272 @@
-"""Short messages for errors in a configuration.
+"""Messages for settings that jsonargparse rejects: an unknown name with the nearest one, or a value with its type.
 
-jsonargparse reports each type of a union that did not match, level by level. `plain` reduces its report to the option,
-the value and the expected type. Reports that are not recognised are returned without repetitions.
+jsonargparse reports every type of a union that a value does not match. `fault` therefore compares the settings one at
+a time with the classes that they configure. What it does not find is reported in jsonargparse's words.
 """
 
 from __future__ import annotations
 
-import ast
 import inspect
-import re
-from collections.abc import Iterable, Iterator
-from contextlib import suppress
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 from difflib import get_close_matches
-from typing import Any
+from pathlib import Path
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 import lightning.pytorch as pl
-import torch
 import yaml
-from lightning.pytorch.loggers import Logger
+from jsonargparse import ArgumentError, ArgumentParser
+from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
+from torch import Tensor
+from torch.nn import Module
 
-from lit_effattn.attention import Attention, CrossAttention
-from lit_effattn.attention.positions import Positions
+from lit_effattn.attention import Attention
+from lit_effattn.callbacks import LastCheckpoint
+from lit_effattn.checkpoints.build import members
 from lit_effattn.checkpoints.import_errors import import_error
 from lit_effattn.checkpoints.trust import find
 from lit_effattn.hparams import parameters
-from lit_effattn.nn.front_ends import FrontEnd
-from lit_effattn.nn.heads import Head
-from lit_effattn.sequence import SequenceModule
-from lit_effattn.settings.arguments import FILES, load_yaml
+from lit_effattn.nn.lstm import LSTM
+from lit_effattn.nn.transformer import Transformer
+from lit_effattn.settings.arguments import FILES, Arguments, Settings, content_of, load_yaml, names_in
 from lit_effattn.settings.own_classes import subclasses
 from lit_effattn.settings.resume import OF_FIT
 from lit_effattn.settings.shipped import shipped
+from lit_effattn.settings.trainer import Trainer
 from lit_effattn.tasks import Task
-from lit_effattn.tasks.ctc import Decoder
+from lit_effattn.tasks.options import flags
 
-_BASES: dict[str, type] = {
-    "model": Task,
-    "data": pl.LightningDataModule,
-    "backbone": SequenceModule,
-    "encoder": SequenceModule,
-    "backbone.decoder": SequenceModule,
-    "attention": Attention,
-    "cross_attention": CrossAttention,
-    "positions": Positions,
-    "head": Head,
-    "embedding": torch.nn.Module,
-    "front_end": FrontEnd,
-    "decoder": Decoder,
-    "optimizer": torch.optim.Optimizer,
-    "lr_scheduler": torch.optim.lr_scheduler.LRScheduler,
-    "callbacks": pl.Callback,
-    "logger": Logger,
+_ROOTS: dict[str, Any] = {"model": Task, "data": pl.LightningDataModule}
+_GROUPS: dict[str, type] = {"trainer": pl.Trainer, "checkpoint": LastCheckpoint}
+"""Options whose class is not a choice."""
+_LIKELY: dict[str, Any] = {
+    **_ROOTS,
+    "model.optimizer": OptimizerCallable,
+    "model.backbone": Transformer | LSTM,
+    "model.lr_scheduler": LRSchedulerCallable,
+    "model.backbone.attention": Callable[[int, int, bool], Attention],
 }
-_GROUPS = ("data", "model", "model.optimizer", "model.backbone", "model.lr_scheduler", "model.backbone.attention")
-"""Groups of options that depend on a class, the likeliest first."""
+"""Options in whose classes an option without its group is looked for."""
+_CLASSES_OF = ("lit_effattn", "lightning", "torch")
 _MOST = 16  # names of classes that a message lists
-_GIVEN = {"self", "params", "optimizer", "args", "kwargs"}
-"""Parameters that are not options, except `optimizer` of a task."""
-_BY_THE_MODEL = {"d_model", "n_heads", "causal"}
-"""Parameters of an attention that the `Transformer` passes."""
-_NOISE = re.compile(
-    r"^\s*(-\s)?(Does not validate against|Subtypes: |Errors:|Given value|Expected a <class 'NoneType'>|$)"
-)
 
 
-def plain(report: str) -> str:
-    """Shorten a report of jsonargparse. Any other text is returned unchanged."""
-    if "required: data, model" in report:
-        return (
+@dataclass
+class _Node:
+    """What is given for one option: a value, the name of a class and its options, or a list of these."""
+
+    value: Any = None
+    options: dict[str, _Node] = field(default_factory=dict)
+    items: list[_Node] | None = None
+
+    def at(self, names: Iterable[str]) -> _Node:
+        """Return the node at a path, which is created."""
+        node = self
+        for name in names:
+            node = (node.items[-1] if node.items else node).options.setdefault(name, _Node())
+        return node
+
+    def add(self, key: Any, value: Any, folder: Path) -> None:
+        """Add a setting: see `Settings`."""
+        node = self.at(names_in(key))
+        if str(key).endswith("+"):
+            node.items = node.items or []
+            for item in value if isinstance(value, list) else [value]:
+                node.items.append(_Node())
+                node.items[-1].put(item, folder)
+        else:
+            node.put(value, folder)
+
+    def put(self, value: Any, folder: Path) -> None:
+        """Set the value. Another class drops the options of the one before."""
+        value, folder = content_of(value, folder)
+        if isinstance(value, Mapping):
+            for key in sorted(value, key=lambda key: key != "class_path"):
+                self.add(key, value[key], folder)
+        elif isinstance(value, list):
+            self.value, self.items = value, [_Node() for _ in value]
+            for node, item in zip(self.items, value, strict=True):
+                node.put(item, folder)
+        else:
+            if str(value).rpartition(".")[2] != str(self.value).rpartition(".")[2]:
+                self.options = {}
+            self.value, self.items = value, None
+
+
+def fault(arguments: Arguments, known: Collection[str], run: Mapping[str, Any] | None = None) -> str | None:
+    """Return the message for the first wrong setting, else for the first missing one; None if none is found.
+
+    Args:
+        arguments: The command with its flags and files.
+        known: The names of the parser's options.
+        run: The settings of the run, which they override.
+    """
+    known = {*known, "config", "print_config", "help"}
+    roots = {name.partition(".")[0] for name in known}
+    unused = {*OF_FIT, *_ROOTS, *_GROUPS, "seed_everything"} - roots  # a file serves all commands
+    root = _Node()
+    for settings in (Settings((run or {}).items()), *arguments.files, arguments.flags):
+        for key, value in settings.pairs:
+            if settings is arguments.flags or not unused & {*names_in(key)[:1]}:
+                root.add(key, value, settings.folder)
+    wrong, missing = list[str](), list[str]()
+    for option in arguments.options:
+        if not option.key and (name := option.args[0]) in arguments.remaining:
+            meant = f"; did you mean --config {name}?" if name in shipped() else ""
+            wrong.append(f"{name!r} is not an option: options begin with --, and a value follows its option{meant}")
+    hints = get_type_hints(getattr(Trainer, arguments.command, object))
+    if arguments.command == "generate":
+        hints |= {name: option.annotation for name, option in flags().items()}
+    for name, node in root.options.items():
+        if name in OF_FIT and name not in roots:
+            wrong.append(f"there is no option --{'.'.join([name, *_first(node)])} here: it is one of fit")
+        elif name not in roots:
+            wrong.append(_no_option(".".join([name, *_first(node)]), known))
+        elif name in _GROUPS:
+            _add_options(node, name, _GROUPS[name], parameters(_GROUPS[name]), wrong, missing)
+        else:
+            _add(node, name, _ROOTS.get(name) or hints.get(name), wrong, missing)
+    if arguments.command == "fit" and not {"model", "data"} <= root.options.keys():
+        missing.append(
             "fit needs a model and data: give --config with a shipped configuration, such as digits_linear, or a file "
             "of your own; or --model and --data"
         )
-    if "Parser key" not in report and "Does not validate" not in report:
-        return report
-    option = _option(report)
-    if match := re.search(r"class_path '(?:\w+\.)*(\w+)'.*\n?.*Requirement '([^']+)' not met", report):
-        return f"{match[1]} needs a package that is not installed: pip install '{match[2]}'"
-    if match := re.search(r"the key '.*' is there twice, .*; join them", report):
-        return f"{option} can't be read: {match[0]}"
-    value = _value(report)
-    if match := re.search(r"Option '([^']+)' is not accepted", report):
-        refusing = re.findall(rf"class_path '([^']+)':\s+Option '{re.escape(match[1])}' is", report)
-        return _unknown_option(option, match[1], refusing or re.findall(r"class_path[ =]'([^']+)'", report)[-1:])
-    match = re.search(r"class_path '([^']+)':\s+unrecognized arguments: --(\w+)", report)
-    if match and match[2] not in _names(_find(match[1])):
-        return _unknown_option(option, match[2], [match[1]])
-    if match := re.search(r"Importing '([^']+)' is not allowed", report):
-        return f"{option} names {match[1]}, which YAML and flags may not name"
-    if match := re.search(r"Expected ('[^']+' to be a (?:function|sub)[^\n]*?)\.?(?:$|\s+Got value)", report, re.M):
-        return f"{option}: expected {_readable(match[1])}"
-    if failed := _failed_import(option, report):
-        return failed
-    match = re.search(r"Expected a dot import path string: (\S+)", report)
-    if match and not re.search(r"Expected a <class '(int|float)'>", report):
-        return _unreadable(option, report) or _unknown_class(option, match[1])
-    if match := re.search(r"Dict must include a class_path.*?but got NestedArg\(key='([^']+)'", report):
-        return _classless_option(option, match[1])
-    if match := re.search(r"the following arguments are required: (.+)", report):
-        return f"{option} needs {match[1]}: give --{option}.{match[1].split(', ')[0]} VALUE, or its init_args in YAML"
-    expected = [_readable(e) for e in re.findall(r"^\s*(?:- )?Expected a (.+?)(?:\. Got value: .*)?$", report, re.M)]
-    expected = list(dict.fromkeys(e for e in expected if not e.startswith(("NoneType", "path but", "dot import"))))
-    if option and value is not None and expected:
-        return f"{option}={value} is not {' or '.join(expected)}"
-    match = re.search(r"^\s*(?:- )?Not a valid subclass of (\w+)$", report, re.M)
-    if match and re.search(r"Given value type: <class '(int|float|bool)'>$", report, re.M):
-        return f"{option}={value} is not a {match[1]}: give the name of a class, or its class_path and init_args"
-    kept = [line.strip().removeprefix("- ") for line in report.splitlines() if not _NOISE.match(line)]
-    return "; ".join(dict.fromkeys(kept))
+    return next(iter([*wrong, *missing]), None)
 
 
-def unknown(report: str, options: Iterable[str]) -> str:
-    """Return the message for a flag, or a setting in YAML, that is not in `options`; other reports unchanged."""
-    if match := re.match(r"(?:Group '([\w.]+)' does not accept option|Option) '([^']+)'", report):
-        setting = ".".join(filter(None, match.groups()))
-        meant = _meant(setting, options)
-        return f"there is no setting {setting}" + (f"; did you mean {meant}?" if meant else "")
-    match = re.match(r"unrecognized arguments: ([^\s=]+)", report)
-    if match and not match[1].startswith("--"):
-        meant = f"; did you mean --config {match[1]}?" if match[1] in shipped() else ""
-        return f"{match[1]!r} is not an option: options begin with --, and a value follows its option{meant}"
-    if match and match[1][2:].partition(".")[0] in OF_FIT and not {"--init_weights"} & {*options}:
-        return f"there is no option {match[1]} here: it is one of fit"
-    if match:
-        meant = _meant(match[1][2:].rstrip("+"), options)
-        return f"there is no option {match[1]}" + (f"; did you mean --{meant}?" if meant else "")
-    return report
+def _first(node: _Node) -> Iterator[str]:
+    for name, inside in [*node.options.items()][:1]:
+        yield name
+        yield from _first(inside)
 
 
-def _meant(name: str, flags: Iterable[str]) -> str:
+def _add(node: _Node, path: str, hint: Any, wrong: list[str], missing: list[str]) -> None:
+    """Add the messages for an option with this type, and for the options of the classes that it names."""
+    bases = _bases(hint)
+    if not bases:
+        if node.value is not None and not node.options and hint is not None and not _takes(hint, node.value):
+            wrong.append(f"{path}={node.value} is not {_words(hint)}")
+    elif node.items is not None:
+        for item in node.items:
+            _add(item, path, hint, wrong, missing)
+    elif node.value is None:
+        wrong += [_classless(path, name, bases) for name in node.options]
+    elif all(_bases(member) or not _takes(member, node.value) for member in members(hint)):
+        kind = _kind(node.value, path, bases)
+        if isinstance(kind, str):
+            wrong.append(kind)
+        else:
+            accepted = [*parameters(kind).items()][_passed(hint) :]
+            _add_options(node, path, kind, dict(accepted), wrong, missing)
+
+
+def _add_options(
+    node: _Node, path: str, kind: type, accepted: dict[str, Any], wrong: list[str], missing: list[str]
+) -> None:
+    """Add the messages for the options of a class, which accepts these parameters."""
+    for name, inside in node.options.items():
+        if name in accepted:
+            _add(inside, f"{path}.{name}", accepted[name].annotation, wrong, missing)
+        elif path in _GROUPS:
+            wrong.append(_no_option(f"{path}.{name}", [f"{path}.{name}" for name in accepted]))
+        else:
+            wrong.append(_unknown_option(path, name, kind, [*accepted]))
+    given = {*node.options, *getattr(kind, "fixed_by_data", ())}
+    needs = [name for name, p in accepted.items() if p.default is inspect.Parameter.empty and name not in given]
+    if needs:
+        missing.append(f"{path} needs {', '.join(needs)}: give --{path}.{needs[0]} VALUE, or its init_args in YAML")
+
+
+def _kind(name: Any, path: str, bases: list[type]) -> type | str:
+    """Return the class that an option names, or the message why there is none."""
+    base = bases[0].__name__
+    if not isinstance(name, str):
+        return f"{path}={name} is not a {base}: give the name of a class, or its class_path and init_args"
+    if name.endswith(FILES):
+        return f"{path}: there is no file {name}, or it holds no settings"
+    if name[:1] in ("{", "["):
+        try:
+            load_yaml(name)
+        except (ValueError, yaml.YAMLError) as error:
+            return f"{path} can't be read: {getattr(error, 'problem', None) or error}"
+    kinds = {kind.__name__: kind for kind in _concrete(bases)}
+    if name in kinds:
+        return kinds[name]
+    everywhere = (kind for base in (*_ROOTS.values(), Module) for kind in subclasses(base))
+    kind: Any = next((kind for kind in everywhere if kind.__name__ == name), None)
+    if "." in name:
+        try:
+            kind = find(name)
+        except Exception as error:  # the user's module may raise any exception
+            return f"{path}: {name}: {import_error(error)}"
+    if isinstance(kind, type) and issubclass(kind, tuple(bases)):
+        return kind
+    if kind is not None:
+        return f"{path}: {name} is not a {base}; {_listed(sorted(kinds))}"
+    instead = _instead(name, sorted(kinds))
+    # There are hundreds of modules, too many to list.
+    hint = kinds and (len(kinds) < 100 or not instead.startswith("there are"))
+    return f"{path}: there is no class {name!r}" + (f"; {instead}" if hint else "")
+
+
+def _bases(hint: Any) -> list[type]:
+    """Return the classes in a type whose subclasses an option may name: of a union, of a list, or made by a factory."""
+    if inspect.isclass(hint) and get_origin(hint) is None:
+        return [hint] if hint.__module__.partition(".")[0] in _CLASSES_OF and hint is not Tensor else []
+    return [kind for part in get_args(hint) for kind in _bases(part)]
+
+
+def _passed(hint: Any) -> int:
+    """Return the number of arguments that the program passes to the factory in a type."""
+    if get_origin(hint) is get_origin(Callable[..., Any]):
+        given = get_args(hint)[0]
+        return len(given) if isinstance(given, list) else 0
+    return max(map(_passed, get_args(hint)), default=0)
+
+
+def _takes(hint: Any, value: Any) -> bool:
+    """Return whether jsonargparse accepts a value for a type."""
+    parser = ArgumentParser(exit_on_error=False)
+    try:
+        parser.add_argument("--value", type=hint)
+    except ValueError:  # a type that it does not check
+        return True
+    try:
+        if isinstance(value, str):
+            parser.parse_args([f"--value={value}"])
+        else:
+            parser.parse_object({"value": value})
+    except ArgumentError:
+        return False
+    return True
+
+
+def _words(hint: Any) -> str:
+    """Return a type in words: `Literal["pre", "post"] | None` as `one of 'pre', 'post'`."""
+    kinds = dict.fromkeys(members(hint))
+    return " or ".join(
+        f"one of {', '.join(map(repr, get_args(kind)))}"
+        if get_origin(kind) is Literal
+        else kind.__name__
+        if inspect.isclass(kind) and get_origin(kind) is None
+        else str(kind).replace("typing.", "")
+        for kind in kinds
+    )
+
+
+def _concrete(bases: Iterable[type]) -> list[type]:
+    kinds = (kind for base in bases for kind in subclasses(base))
+    return [kind for kind in kinds if not inspect.isabstract(kind) and not kind.__name__.startswith("_")]
+
+
+def _no_option(name: str, known: Collection[str]) -> str:
+    meant = _meant(name, known)
+    return f"there is no option --{name}" + (f"; did you mean --{meant}?" if meant else "")
+
+
+def _meant(name: str, known: Collection[str]) -> str:
     """Return the option that a misspelt name, or one without its group, means; empty if none is similar."""
-    options = sorted(flag[2:] for flag in flags if re.fullmatch(r"--[\w.]+", flag))
+    options = sorted(known)
     groups = dict.fromkeys(option.partition(".")[0] for option in options)
     group, dot, rest = name.partition(".")
     if dot and group in groups:
@@ -137,149 +274,33 @@ def _meant(name: str, flags: Iterable[str]) -> str:
     close = "".join(get_close_matches(group, groups, n=1))
     if dot:
         return f"{close}.{rest}" if close else ""
-    paths = _paths(options)
+    paths = {option.rpartition(".")[2]: option for option in options}
+    paths |= {path.rpartition(".")[2]: path for path in reversed(_option_paths())}
     return paths.get(name) or close or "".join(paths[near] for near in get_close_matches(name, paths, n=1, cutoff=0.75))
 
 
-def _paths(options: Iterable[str]) -> dict[str, str]:
-    """Return the path of each option by its last name; of options of one name, the likeliest path."""
-    paths = {option.rpartition(".")[2]: option for option in options}
-    return paths | {path.rpartition(".")[2]: path for path in reversed(option_paths())}
-
-
-def option_paths() -> list[str]:
+def _option_paths() -> list[str]:
     """Return the paths of the options of classes, such as `model.backbone.d_model`, the likeliest first."""
-    return list(dict.fromkeys(f"{group}.{name}" for group in _GROUPS for kind in _of(group) for name in _names(kind)))
+    return [
+        f"{group}.{name}"
+        for group, hint in _LIKELY.items()
+        for kind in _concrete(_bases(hint))
+        if kind.__module__.startswith("lit_effattn.") or group in ("model.optimizer", "data")
+        for name in [*parameters(kind)][_passed(hint) :]
+    ]
 
 
-def _of(path: str) -> list[Any]:
-    """Return the classes that the option `path` may name: those of this package, or else, as for loggers, all."""
-    base: Any = _base(path)
-    kinds: list[Any] = _concrete(base)
-    if base.__module__.startswith("lit_effattn.") or (path in _GROUPS and path != "model.optimizer"):
-        kinds = [kind for kind in kinds if kind.__module__.startswith("lit_effattn.")]
-    if path.endswith("backbone"):
-        kinds = [kind for kind in kinds if not issubclass(kind, (Attention, CrossAttention))]
-    return kinds
-
-
-def _names(kind: Any) -> list[str]:
-    """Return the options of a class: its parameters, without those that the program passes."""
-    given = _GIVEN if issubclass(kind, torch.optim.lr_scheduler.LRScheduler) else _GIVEN - {"optimizer"}
-    given = given | _BY_THE_MODEL if issubclass(kind, Attention) else given
-    return [name for name in parameters(kind) if name not in given]
-
-
-def _option(report: str) -> str:
-    """Return the keys from the outermost to the innermost. The report repeats them for each type that was tried."""
-    keys: list[str] = []
-    depth = -1
-    for match in re.finditer(r'^(\s*).*Parser key "([^"]+)"', report, re.M):
-        if len(match[1]) > depth:
-            depth = len(match[1])
-            keys.append(match[2])
-    return ".".join(keys)
-
-
-def _value(report: str) -> str | None:
-    """Return the innermost value, which the report states first."""
-    match = re.search(r"(?:Got|Given) value: (.*?)(?:\. Got value: .*)?$", report, re.M)
-    return match[1] if match else None
-
-
-def _failed_import(option: str, report: str) -> str:
-    """Return the error of a file, or of importing a class of the user's own, that `option` names; empty without one.
-
-    Names in a checkpoint are not imported here: unlisted ones were rejected before.
-    """
-    match = re.search(r"Given value: (?:NestedArg\(key='([\w.]+)', val=(.*)\)|(.*))$", report, re.M)
-    if match is None:
-        return ""
-    path = f"{option}.{match[1]}" if match[1] and not option.endswith(match[1]) else option
-    text: str = match[2] or match[3] or ""
-    value: Any = text
-    with suppress(ValueError, SyntaxError):
-        value = ast.literal_eval(text)
-    with suppress(ValueError, yaml.YAMLError):
-        value = load_yaml(value) if isinstance(value, str) else value
-    if _base(path) and isinstance(value, str) and value.endswith(FILES):
-        return f"{path}: there is no file {value}, or it holds no settings"
-    for name in _class_paths(value) if _base(path) else ():
-        try:
-            find(name)
-        except Exception as error:  # the user's module may raise any exception
-            return f"{path}: {name}: {import_error(error)}"
-    return ""
-
-
-def _unreadable(option: str, report: str) -> str:
-    """Return the error of a mapping or a list that is not YAML, or has a key twice; empty for other values."""
-    match = re.search(r"Expected a dot import path string: ([{\[].*)", report)
-    try:
-        load_yaml(match[1] if match else "")
-    except (ValueError, yaml.YAMLError) as error:
-        return f"{option} can't be read: {getattr(error, 'problem', None) or error}"
-    return ""
-
-
-def _class_paths(value: Any) -> Iterator[str]:
-    """Yield the import paths of classes in the value of an option: the value, its items, or its `class_path`."""
-    if isinstance(value, str) and re.fullmatch(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)+", value):
-        yield value
-    elif isinstance(value, list):
-        for item in value:
-            yield from _class_paths(item)
-    elif isinstance(value, dict):
-        yield from _class_paths(value.get("class_path"))
-
-
-def _readable(expected: str) -> str:
-    """Return a type in words: `typing.Literal['pre', 'post']` as `one of 'pre', 'post'`, `<class 'int'>` as `int`."""
-    if match := re.fullmatch(r"typing\.Literal\[(.*)\]", expected):
-        return f"one of {match[1]}"
-    return re.sub(r"<class '(?:\w+\.)*(\w+)'>", r"\1", expected)
-
-
-def _unknown_option(path: str, name: str, class_paths: list[str]) -> str:
-    kinds = [kind for path_ in class_paths if (kind := _find(path_)) is not None]
-    # If a class or a list of classes is accepted, the report names the base class as well.
-    own: Any = next((kind for kind in kinds if kind not in _BASES.values()), kinds[-1] if kinds else None)
-    if own is None:
-        return f"{path}: there is no option {name!r}"
-    if own in _BASES.values():  # no class was named, so only the base class is known
-        return _classless_option(path, name)
-    elsewhere = [option for option in option_paths() if option.endswith(f".{name}") and option != f"{path}.{name}"]
+def _unknown_option(path: str, name: str, kind: type, names: list[str]) -> str:
+    elsewhere = [option for option in _option_paths() if option.endswith(f".{name}") and option != f"{path}.{name}"]
     inside = [option for option in elsewhere if option.startswith(f"{path}.")]
-    instead = f"did you mean --{(inside or elsewhere)[0]}?" if elsewhere else _instead(name, _names(own))
-    return f"{path}: {own.__name__} has no option {name!r}; {instead}"
+    instead = f"did you mean --{(inside or elsewhere)[0]}?" if elsewhere else _instead(name, names)
+    return f"{path}: {kind.__name__} has no option {name!r}; {instead}"
 
 
-def _base(path: str) -> type | None:
-    """Return the base class of the classes that the option `path` may name."""
-    names = path.split(".")
-    return _BASES.get(".".join(names[-2:])) or _BASES.get(names[-1])
-
-
-def _known(path: str) -> list[str]:
-    """Return the names of all concrete classes that the option `path` may name."""
-    base = _base(path)
-    return sorted({kind.__name__ for kind in _concrete(base)}) if base else []
-
-
-def _classless_option(path: str, name: str) -> str:
-    known = _known(path)
+def _classless(path: str, name: str, bases: list[type]) -> str:
+    known = sorted({kind.__name__ for kind in _concrete(bases)})
     named = f" (there are {', '.join(known)})" if 0 < len(known) < 10 else ""
     return f"{path}.{name}: name the class that option {name!r} belongs to first, --{path} CLASS{named}"
-
-
-def _unknown_class(path: str, name: str) -> str:
-    base, known = _base(path), _known(path)
-    if base and any(kind.__name__ == name for other in _BASES.values() for kind in _concrete(other)):
-        return f"{path}: {name} is not a {base.__name__}; {_listed(known)}"
-    instead = _instead(name, known)
-    # There are hundreds of modules, too many to list.
-    hint = known and (len(known) < 100 or not instead.startswith("there are"))
-    return f"{path}: there is no class {name!r}" + (f"; {instead}" if hint else "")
 
 
 def _instead(name: str, known: list[str]) -> str:
@@ -292,14 +313,3 @@ def _instead(name: str, known: list[str]) -> str:
 def _listed(names: list[str]) -> str:
     more = f" and {len(names) - _MOST} more" if len(names) > _MOST else ""
     return f"there are {', '.join(names[:_MOST])}{more}"
-
-
-def _concrete(base: type) -> list[type]:
-    kinds = (kind for kind in subclasses(base) if kind is not base)
-    return [kind for kind in kinds if not inspect.isabstract(kind) and not kind.__name__.startswith("_")]
-
-
-def _find(class_path: str) -> Any:
-    with suppress(ImportError, ValueError):
-        return find(class_path)
-    return None

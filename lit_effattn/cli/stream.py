@@ -17,6 +17,7 @@ from lit_effattn.checkpoints.loading import load_model
 from lit_effattn.checkpoints.printable import printable
 from lit_effattn.checkpoints.runs import find_checkpoint, short
 from lit_effattn.checks import at_least
+from lit_effattn.cli.threads import few_threads
 from lit_effattn.datamodules.common.files import regular
 from lit_effattn.datamodules.speech.audio import AudioError, stream_audio, stream_pipe
 from lit_effattn.settings.own_classes import add_trust
@@ -124,7 +125,7 @@ def stream(args: list[str]) -> None:
     heard = False
     try:
         for samples in _sound(given.stream, banks.sample_rate, block_ms):
-            with _uninterrupted():
+            with _uninterrupted(), few_threads(model):
                 _print(phones(samples), times=given.times)
                 heard = True
     except (KeyboardInterrupt, Stopped):

@@ -101,8 +101,8 @@ class Settings:
     """
 
     def __init__(self, pairs: Iterable[tuple[str, Any]] = (), folder: Path = Path()) -> None:
-        self._pairs = [*pairs]
-        self._folder = folder
+        self.pairs = [*pairs]
+        self.folder = folder
 
     def given(self, path: str) -> bool:
         """Return whether the setting at `path` is given. An item that is appended to a list does not give the list."""
@@ -123,14 +123,14 @@ class Settings:
 
     def classes(self, path: str) -> list[str]:
         """Return the bare names of the classes that are given at `path`."""
-        return [name for match in self._find(path) for name in _class_names(_content(match.value, match.folder)[0])]
+        return [name for match in self._find(path) for name in _class_names(content_of(match.value, match.folder)[0])]
 
     def named(self) -> Iterator[tuple[str, list[str]]]:
         """Yield the path of each setting that may name a class, or a list of them, and their bare names."""
-        return _named(self._pairs, [], self._folder)
+        return _named(self.pairs, [], self.folder)
 
     def _find(self, path: str) -> Iterator[_Match]:
-        return _find(self._pairs, _names(path), self._folder, appended=False)
+        return _find(self.pairs, names_in(path), self.folder, appended=False)
 
 
 class _Match(NamedTuple):
@@ -144,15 +144,15 @@ class _Match(NamedTuple):
 def _find(pairs: Iterable[tuple[Any, Any]], names: list[str], folder: Path, *, appended: bool) -> Iterator[_Match]:
     """Yield the values at the path `names`."""
     for key, value in pairs:
-        own = _names(key)
+        own = names_in(key)
         if names[: len(own)] != own:
             continue
         rest, appends = names[len(own) :], appended or str(key).endswith("+")
         if not rest:
             yield _Match(value, appends, folder)
             continue
-        content, inside = _content(value, folder) if own else (value, folder)
-        for item in content if isinstance(content, list) else [content]:
+        value, inside = content_of(value, folder) if own else (value, folder)
+        for item in value if isinstance(value, list) else [value]:
             if isinstance(item, dict):
                 yield from _find(item.items(), rest, inside, appended=appends)
 
@@ -160,9 +160,9 @@ def _find(pairs: Iterable[tuple[Any, Any]], names: list[str], folder: Path, *, a
 def _named(pairs: Iterable[tuple[Any, Any]], before: list[str], folder: Path) -> Iterator[tuple[str, list[str]]]:
     """Yield the paths that begin with `before`, and the classes that they may name."""
     for key, value in pairs:
-        own = _names(key)
+        own = names_in(key)
         path = [*before, *own]
-        value, inside = _content(value, folder) if own else (value, folder)
+        value, inside = content_of(value, folder) if own else (value, folder)
         if own and (names := _class_names(value)):
             yield ".".join(path), names
         for item in value if isinstance(value, list) else [value]:
@@ -170,7 +170,7 @@ def _named(pairs: Iterable[tuple[Any, Any]], before: list[str], folder: Path) ->
                 yield from _named(item.items(), path, inside)
 
 
-def _content(value: Any, folder: Path) -> tuple[Any, Path]:
+def content_of(value: Any, folder: Path) -> tuple[Any, Path]:
     """Return the content and the folder of the file that `value` names; `value` and `folder` if it names none.
 
     Raises:
@@ -196,7 +196,7 @@ def _with_absolute_names(value: Any, folder: Path) -> Any:
         return {key: _with_absolute_names(item, folder) for key, item in value.items()}
     if isinstance(value, list):
         return [_with_absolute_names(item, folder) for item in value]
-    return value if _content(value, folder)[0] is value else str((folder / value).absolute())
+    return value if content_of(value, folder)[0] is value else str((folder / value).absolute())
 
 
 def _read(path: Path, name: str) -> Any:
@@ -260,7 +260,7 @@ class File(Settings):
         kept = {key: value for key, value in self.content.items() if str(key).partition(".")[0] not in names}
         if len(kept) == len(self.content):
             return self.path
-        return json.dumps(_with_absolute_names(kept, self._folder), ensure_ascii=False)
+        return json.dumps(_with_absolute_names(kept, self.folder), ensure_ascii=False)
 
 
 class Arguments(Settings):
@@ -399,7 +399,7 @@ def _of_text(option: Option) -> Any:
     return content if isinstance(content, (dict, list)) else None if option.text == "null" else option.text
 
 
-def _names(key: Any) -> list[str]:
+def names_in(key: Any) -> list[str]:
     """Return the names in the key of a setting, without those in `_WRAPPERS`."""
     return [name for name in str(key).rstrip("+").split(".") if name and name not in _WRAPPERS]
 

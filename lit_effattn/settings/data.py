@@ -7,6 +7,7 @@ from typing import Any
 import lightning.pytorch as pl
 from lightning.pytorch.cli import LightningArgumentParser
 
+from lit_effattn.settings.building import Builder
 from lit_effattn.settings.texts import keep_texts
 
 
@@ -19,5 +20,8 @@ def build_data(spec: Any) -> pl.LightningDataModule:
     parser = LightningArgumentParser(exit_on_error=False)
     parser.add_subclass_arguments(pl.LightningDataModule, "data", required=True)
     keep_texts(parser)
-    data: pl.LightningDataModule = parser.instantiate_classes(parser.parse_object({"data": spec})).data
+    builder = Builder(lambda kind, *args, **kwargs: kind(*args, **kwargs))
+    parser.add_instantiator(builder, object)
+    with builder.errors():
+        data: pl.LightningDataModule = parser.instantiate_classes(parser.parse_object({"data": spec})).data
     return data

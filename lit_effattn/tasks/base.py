@@ -106,10 +106,9 @@ class Task(HasInitArgs, pl.LightningModule):
     - `objective(batch, memory)` computes the loss and the figures to log, without reading values of tensors;
     - `score(stage, batch)` updates the metrics of validation or test and returns them by name; a task that can continue
       from a memory also overrides `evaluate(stage, batch, memory)`, which calls it;
-    - `write_samples(folder, *, datamodule, n, sampling, progress, **options)`, if the task can generate, draws samples,
-      writes them into the folder that `folder()` makes, and returns a message for the user. `sampling` is a
-      `generation.Sampling`; a task that searches instead of drawing does not take it. `options` are those of
-      `lit-effattn generate` that the task supports.
+    - `write_samples(folder, options, *, datamodule, progress)`, if the task can generate, draws samples, writes them
+      into the folder that `folder()` makes, and returns a message for the user. `options` is a `generation`;
+      `progress` wraps the iterable of steps.
 
     Args:
         optimizer: Makes the optimiser from the parameters. Default: torch.optim.RAdam.
@@ -128,6 +127,12 @@ class Task(HasInitArgs, pl.LightningModule):
 
     new_modules: ClassVar[tuple[str, ...]] = ()
     """Modules that start from their initialisation if `--init_weights` names a checkpoint of another task."""
+
+    generation: ClassVar[type | None] = None
+    """The dataclass with the options of `lit-effattn generate`; None: the task can't generate."""
+
+    predicts_by_steps: ClassVar[bool] = False
+    """Whether `predict` reads one position at a time, as generation does."""
 
     in_progress_bar: ClassVar[tuple[str, ...]] = ("train/loss",)
     """Figures of training that the progress bar shows."""

@@ -35,6 +35,7 @@ from lit_effattn.tasks.document_scores import of_positions, write_documents
 from lit_effattn.tasks.kept_states import check_replaceable, load_state
 from lit_effattn.tasks.kept_states import save_state as save_state_file
 from lit_effattn.tasks.metrics import Accuracy, BitsPerByte, BitsPerCharacter, BitsPerTextByte, Count, Perplexity
+from lit_effattn.tasks.options import TextOptions
 from lit_effattn.tasks.prompt_files import read_prompts, write_continued
 from lit_effattn.tasks.responses import ResponseMetric, Responses, score_texts, write_file
 
@@ -53,6 +54,10 @@ _MEMORY_OPTIONS = ("mem_len", "clamp_len", "same_length")
 
 EmbeddingFactory = Callable[[int, int], nn.Module]
 """Makes an embedding from the number of tokens and its width."""
+
+
+N_TOKENS = 500
+"""Default number of tokens that `generate` draws."""
 
 
 class LanguageModel(Task):
@@ -106,6 +111,7 @@ class LanguageModel(Task):
     """
 
     fixed_by_data = ("vocab_size", "unit", "tokenizer", "test_lengths")
+    generation = TextOptions
 
     def __init__(
         self,
@@ -508,71 +514,33 @@ class LanguageModel(Task):
     def write_samples(
         self,
         folder: Callable[[], Path],
+        options: TextOptions,
         *,
-        datamodule: Any,
-        n: int | None,
-        sampling: Sampling,
-        progress: Callable[[Iterable[int]], Iterable[int]],
-        prompt: str | None = None,
-        prompt_file: str | None = None,
-        n_tokens: int = 500,
-        beam: int | None = None,
-        length_penalty: float = LENGTH_PENALTY,
-        length_norm: LengthNorm = "gnmt",
-        state: str | None = None,
-        save_state: str | None = None,
-        prompts_file: str | None = None,
-        batch_size: int | None = None,
+        datamodule: Any = None,
+        progress: Callable[[Iterable[int]], Iterable[int]] = iter,
     ) -> str:
         """Continue a text and write the samples: see `Task.write_samples`. A single sample is shown while it is drawn.
 
         With `beam`, the samples are the best continuations, each with its score. They end at the tokenizer's end token,
         if it has one, or after `n_tokens`.
-
-        Args:
-            folder: Makes the folder to write to.
-            datamodule: Not used.
-            n: Number of samples. Default: 1.
-            sampling: Options of sampling.
-            progress: Wraps the iterable of steps, if there are several samples.
-            prompt: Beginning of the text.
-            prompt_file: A file with the beginning of the text, in place of `prompt`.
-            n_tokens: Number of tokens to draw.
-            beam: Search with this many hypotheses instead of drawing. Of `sampling`, only `compile` is then used.
-            length_penalty: See `beam.beam_search`.
-            length_norm: See `beam.beam_search`.
-            state: Go on from this file: the texts continue those that `save_state` ended. `prompt` comes between.
-            save_state: A file to write, from which a later call goes on.
-            prompts_file: A file of prompts: see `prompt_files.read_prompts`. The samples are written as JSON lines.
-            batch_size: Number of samples that are drawn at once from `prompts_file`. Default: 32.
-
-        Raises:
-            ValueError: If an option is out of range, or the prompt or the state can't be read.
-            FileExistsError: If `save_state` exists and is not a saved state.
         """
-        if n_tokens < 1:
-            raise ValueError(f"--n_tokens {n_tokens} must be at least 1")
-        if prompts_file is not None:
-            single = {"prompt": prompt, "prompt_file": prompt_file, "beam": beam, "state": state}
-            for name, value in {**single, "save_state": save_state}.items():
-                if value is not None:
-                    raise ValueError(f"--prompts_file and --{name} were both given; give only one")
-            how: Any = {"n": n or 1, "sampling": sampling, "progress": progress}
-            how["batch_size"] = 32 if batch_size is None else batch_size
-            return self._continue_file(Path(prompts_file), folder, n_tokens, **how)
-        if batch_size is not None:
-            raise ValueError(f"--batch_size {batch_size} is an option of --prompts_file; give it, too")
-        begin = _prompt(prompt, prompt_file)
+        n_tokens = N_TOKENS if options.n_tokens is None else options.n_tokens
+        if options.prompts_file is not None:
+            how: Any = {"n": options.n or 1, "sampling": options, "progress": progress}
+            how["batch_size"] = 32 if options.batch_size is None else options.batch_size
+            return self._continue_file(Path(options.prompts_file), folder, n_tokens, **how)
+        n, beam = options.n, options.beam
+        begin = _prompt(options)
         tokenizer = self.text
         _check_known(tokenizer, begin)
-        kept = self._kept(state, n, beam, save_state)
+        kept = self._kept(options)
         first = [tokenizer.start] if kept is None else []
         tokens = torch.tensor([[*first, *tokenizer.encode(begin).tolist()]], dtype=torch.long)
         n = n if kept is None else len(kept.tokens)
         room = self._room(tokens.shape[1], kept)
         if room is not None and room < 1:
             given, remedy = (
-                ("the prompt", "shorten it") if kept is None else (f"--state {state}", "use an earlier state")
+                ("the prompt", "shorten it") if kept is None else (f"--state {options.state}", "use an earlier state")
             )
             raise ValueError(
                 f"{given} leaves no position to draw from: it needs {1 - room} more than the model's {self._room(1)}; "
@@ -586,9 +554,9 @@ class LanguageModel(Task):
             progress = iter
         if beam is None:
             keep = None
-            if save_state is not None:
-                keep = partial(save_state_file, path=Path(save_state), model=self, backbone=self.backbone)
-            how = {"sampling": sampling, "progress": progress, "on_tokens": shown}
+            if options.save_state is not None:
+                keep = partial(save_state_file, path=Path(options.save_state), model=self, backbone=self.backbone)
+            how = {"sampling": options, "progress": progress, "on_tokens": shown}
             drawn = self.sample(tokens.expand(n or 1, -1), n_tokens, kept=kept, keep=keep, **how)
             numbered = [f"--- {i}\n{begin}{tokenizer.decode(row.numpy())}" for i, row in enumerate(drawn.cpu())]
         else:
@@ -597,10 +565,10 @@ class LanguageModel(Task):
                 n_tokens,
                 beam=beam,
                 end=tokenizer.end,
-                length_penalty=length_penalty,
-                length_norm=length_norm,
+                length_penalty=LENGTH_PENALTY if options.length_penalty is None else options.length_penalty,
+                length_norm=options.length_norm or "gnmt",
                 n_best=n or 1,
-                compile=sampling.compile,
+                compile=options.compile,
                 progress=progress,
             )
             numbered = _with_scores(hypotheses, begin, tokenizer)
@@ -658,23 +626,21 @@ class LanguageModel(Task):
             )
         return f"{sum(map(len, samples))} texts: {short(written)}"
 
-    def _kept(self, state: str | None, n: int | None, beam: int | None, save_state: str | None) -> Kept | None:
-        """Return the state in a file, or None without one, after checks of the options that go with it.
+    def _kept(self, options: TextOptions) -> Kept | None:
+        """Return the state in a file, or None without one.
 
         Raises:
-            ValueError: If an option does not go with it, or it can't be read.
+            ValueError: If it can't be read, or has another number of texts.
             FileExistsError: If `save_state` exists and is not a saved state.
         """
-        if beam is not None and (given := [f"--{o}" for o, f in (("state", state), ("save_state", save_state)) if f]):
-            raise ValueError(f"{given[0]} and --beam were both given: a search has several texts; leave one out")
-        if save_state is not None:
-            check_replaceable(Path(save_state))
-        if state is None:
+        if options.save_state is not None:
+            check_replaceable(Path(options.save_state))
+        if options.state is None:
             return None
         with self._in_evaluation():
-            kept = load_state(regular(Path(state)), self, self.backbone)
-        if n not in (None, len(kept.tokens)):
-            raise ValueError(f"--n {n}: {state} has {len(kept.tokens)} texts; leave --n out")
+            kept = load_state(regular(Path(options.state)), self, self.backbone)
+        if options.n not in (None, len(kept.tokens)):
+            raise ValueError(f"--n {options.n}: {options.state} has {len(kept.tokens)} texts; leave --n out")
         return kept
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
@@ -772,15 +738,14 @@ def _with_scores(hypotheses: Hypotheses, begin: str, tokenizer: Tokenizer) -> li
     ]
 
 
-def _prompt(prompt: str | None, prompt_file: str | None) -> str:
-    if prompt_file is None:
-        return prompt or ""
-    if prompt is not None:
-        raise ValueError("--prompt and --prompt_file were both given; give only one")
+def _prompt(options: TextOptions) -> str:
+    path = options.prompt_file
+    if path is None:
+        return options.prompt or ""
     try:
-        return regular(Path(prompt_file)).read_text(encoding="utf-8-sig")
+        return regular(Path(path)).read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:
-        raise ValueError(f"--prompt_file {prompt_file} is not UTF-8: {error.reason} at byte {error.start}") from error
+        raise ValueError(f"--prompt_file {path} is not UTF-8: {error.reason} at byte {error.start}") from error
 
 
 def _check_known(tokenizer: Any, prompt: str) -> None:

@@ -25,6 +25,7 @@ from lit_effattn.tasks.auxiliary import mean_of_scored
 from lit_effattn.tasks.base import Objective, Task, check_backbone, check_fields, check_integers
 from lit_effattn.tasks.document_scores import of_positions, write_documents
 from lit_effattn.tasks.metrics import Accuracy, Count, NatsPerToken, Perplexity
+from lit_effattn.tasks.options import FillOptions
 
 MASK = "[MASK]"
 """A hidden token in the text of `fill`."""
@@ -68,6 +69,7 @@ class MaskedLanguageModel(Task):
 
     monitor = "val/perplexity"
     fixed_by_data = ("vocab_size", "tokenizer")
+    generation = FillOptions
 
     def __init__(
         self,
@@ -215,27 +217,16 @@ class MaskedLanguageModel(Task):
     def write_samples(
         self,
         folder: Callable[[], Path],
+        options: FillOptions,
         *,
-        datamodule: Any,
-        n: int | None,
-        progress: Callable[[Iterable[int]], Iterable[int]],
-        fill: str,
+        datamodule: Any = None,
+        progress: Callable[[Iterable[int]], Iterable[int]] = iter,
     ) -> str:
-        """Write the likeliest tokens at each `[MASK]` of `fill`: see `Task.write_samples`.
-
-        Args:
-            folder: Makes the folder to write to.
-            datamodule: Not used.
-            n: Number of tokens for each mask. Default: 5.
-            progress: Not used.
-            fill: A text with `[MASK]` in place of each hidden token.
-
-        Raises:
-            ValueError: If the text can't be read.
-        """
+        """Write the likeliest tokens at each `[MASK]` of `fill`: see `Task.write_samples`."""
+        fill = options.fill or ""
         lines = [
             f"{MASK} {i}: " + ", ".join(f"{token!r} {p:.4f}" for token, p in likeliest)
-            for i, likeliest in enumerate(self.fill(fill, n or 5), 1)
+            for i, likeliest in enumerate(self.fill(fill, options.n or 5), 1)
         ]
         print(*map(printable, lines), sep="\n")
         path = folder() / "samples.txt"

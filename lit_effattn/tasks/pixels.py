@@ -26,6 +26,7 @@ from lit_effattn.tasks.base import Objective, Task, check_backbone, check_intege
 from lit_effattn.tasks.kept_states import check_replaceable, load_images
 from lit_effattn.tasks.kept_states import save_state as save_state_file
 from lit_effattn.tasks.metrics import BitsPerDim
+from lit_effattn.tasks.options import ImageOptions
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -60,6 +61,7 @@ class PixelModel(Task):
 
     monitor = "val/bits_per_dim"
     fixed_by_data = ("image_shape", "n_levels")
+    generation = ImageOptions
     in_progress_bar = ("train/bits_per_dim",)
 
     def __init__(
@@ -191,38 +193,20 @@ class PixelModel(Task):
     def write_samples(
         self,
         folder: Callable[[], Path],
+        options: ImageOptions,
         *,
-        datamodule: pl.LightningDataModule | None,
-        n: int | None,
-        sampling: Sampling,
-        progress: Callable[[Iterable[int]], Iterable[int]],
-        complete: float | None = None,
-        n_tokens: int | None = None,
-        state: str | None = None,
-        save_state: str | None = None,
+        datamodule: pl.LightningDataModule | None = None,
+        progress: Callable[[Iterable[int]], Iterable[int]] = iter,
     ) -> str:
-        """Draw images, or complete test images, and write them: see `Task.write_samples`.
+        """Draw images, or complete test images of `datamodule`, and write them: see `Task.write_samples`.
 
-        Args:
-            folder: Makes the folder to write to.
-            datamodule: Source of the images to complete.
-            n: Number of images. Default: 16.
-            sampling: Options of sampling.
-            progress: Wraps the iterable of steps.
-            complete: The fraction to erase of each test image, from the bottom. Default: draw whole images.
-            n_tokens: Number of dimensions to draw. Default: the rest. Those left are grey, and −1 among the levels.
-            state: Go on from this file: draw more of the images that `save_state` ended.
-            save_state: A file to write, from which a later call goes on.
-
-        Raises:
-            ValueError: If an option is out of range, options contradict each other, there are fewer than `n` test
-                images, or the state can't be read.
-            FileExistsError: If `save_state` exists and is not a saved state.
+        Dimensions that are not drawn are grey, and −1 among the levels.
         """
         ends: list[Kept] = []
         h, w, c = self.image_shape
-        kept, given = self._kept(state, n, complete, save_state)
-        n = 16 if n is None else n
+        kept, given = self._kept(options)
+        n = 16 if options.n is None else options.n
+        complete, n_tokens, save_state = options.complete, options.n_tokens, options.save_state
         originals = None if complete is None else _test_images(datamodule, n, complete)
         if originals is not None:
             given = originals[:, : _given(complete or 0.0, (h, w, c))]
@@ -231,7 +215,7 @@ class PixelModel(Task):
             raise ValueError(f"--n_tokens {n_tokens} must be from 1 to {left}, the dimensions left to draw")
         if save_state is not None and n_tokens in (None, left):
             raise ValueError(f"--save_state {save_state}: whole images can't go on; give --n_tokens below {left}")
-        how: Any = {"sampling": sampling, "progress": progress}
+        how: Any = {"sampling": options, "progress": progress}
         levels = self.sample(n, given=given, n_dims=n_tokens, kept=kept, keep=ends.append, **how).cpu()
         if save_state is not None:
             save_state_file(ends[0], Path(save_state), self, self.backbone, levels)
@@ -249,24 +233,20 @@ class PixelModel(Task):
             path = labelled_rows(rows, into / "completed.png")
         return f"picture: {short(path)}\nlevels:  {short(into / 'samples.npy')}"
 
-    def _kept(
-        self, state: str | None, n: int | None, complete: float | None, save_state: str | None
-    ) -> tuple[Kept | None, Tensor | None]:
-        """Return the state in a file and its images, after checks of the options that go with it.
+    def _kept(self, options: ImageOptions) -> tuple[Kept | None, Tensor | None]:
+        """Return the state in a file and its images.
 
         Raises:
-            ValueError: If an option does not go with it, or it can't be read.
+            ValueError: If it can't be read, or has another number of images.
             FileExistsError: If `save_state` exists and is not a saved state.
         """
-        if save_state is not None:
-            check_replaceable(Path(save_state))
-        if state is None:
+        if options.save_state is not None:
+            check_replaceable(Path(options.save_state))
+        if options.state is None:
             return None, None
-        if complete is not None:
-            raise ValueError("--state and --complete were both given: a state has its own images; leave one out")
-        kept, levels = load_images(regular(Path(state)), self, self.backbone)
-        if n not in (None, len(levels)):
-            raise ValueError(f"--n {n}: {state} has {len(levels)} images; leave --n out")
+        kept, levels = load_images(regular(Path(options.state)), self, self.backbone)
+        if options.n not in (None, len(levels)):
+            raise ValueError(f"--n {options.n}: {options.state} has {len(levels)} images; leave --n out")
         return kept, levels
 
     def _partial_images(self, levels: Tensor) -> Tensor:

@@ -29,6 +29,7 @@ from lit_effattn.tasks.base import Objective, Task, check_fields, check_integers
 from lit_effattn.tasks.kept_states import check_replaceable, load_source
 from lit_effattn.tasks.kept_states import save_state as save_state_file
 from lit_effattn.tasks.metrics import Count, ErrorRate, ExactMatch, Perplexity
+from lit_effattn.tasks.options import TargetOptions
 from lit_effattn.tasks.text_metrics import Bleu, Chrf
 
 DecodedMetric = Literal["bleu", "chrf", "error_rate", "exact_match"]
@@ -116,6 +117,8 @@ class SequenceToSequence(Task):
     """
 
     monitor = "val/perplexity"
+    predicts_by_steps = True
+    generation = TargetOptions
     fixed_by_data = ("source_vocab_size", "target_vocab_size", "source_tokenizer", "target_tokenizer")
 
     def __init__(
@@ -369,47 +372,29 @@ class SequenceToSequence(Task):
     def write_samples(
         self,
         folder: Callable[[], Path],
+        options: TargetOptions,
         *,
-        datamodule: Any,
-        n: int | None,
-        progress: Callable[[Iterable[int]], Iterable[int]],
-        source: str | None = None,
-        beam: int | None = None,
-        length_penalty: float | None = None,
-        length_norm: LengthNorm | None = None,
-        state: str | None = None,
-        save_state: str | None = None,
+        datamodule: Any = None,
+        progress: Callable[[Iterable[int]], Iterable[int]] = iter,
     ) -> str:
-        """Write the `n` best targets of a source, with their scores: see `Task.write_samples`.
-
-        Args:
-            folder: Makes the folder to write to.
-            datamodule: Not used.
-            n: Number of targets. Default: 1.
-            progress: Not used.
-            source: The source's text. None: that of `state`.
-            beam: Number of hypotheses. Default: the task's, or `n` if that is more.
-            length_penalty: α. Default: the task's.
-            length_norm: gnmt or average. Default: the task's.
-            state: A file of `save_state`, whose source is not encoded again.
-            save_state: A file to write, which holds the encoded source.
-
-        Raises:
-            ValueError: If an option is out of range, or the state can't be read.
-            FileExistsError: If `save_state` exists and is not a saved state.
-        """
-        if save_state is not None:
-            check_replaceable(Path(save_state))
-        tokens, encoded = self._source(source, state)
-        if save_state is not None:
-            save_state_file(Kept(encoded, tokens, 0), Path(save_state), self, self.backbone)
+        """Write the `n` best targets of a source, with their scores: see `Task.write_samples`."""
+        if options.save_state is not None:
+            check_replaceable(Path(options.save_state))
+        source = options.source
+        tokens, encoded = self._source(source, options.state)
+        if options.save_state is not None:
+            save_state_file(Kept(encoded, tokens, 0), Path(options.save_state), self, self.backbone)
         border = torch.full_like(tokens[:, :1], self.border)
         count = torch.ones_like(border[0])
         text = self.source_text.decode(tokens[0, :-1].cpu().numpy()) if source is None else source
         batch = PairBatch(tokens, count * tokens.size(1), border, torch.full_like(border, IGNORE), count, [text], [[]])
-        n = n or 1
-        beam = max(n, self.beam) if beam is None else beam
-        search = {"beam": beam, "length_penalty": length_penalty, "length_norm": length_norm, "n_best": n}
+        n = options.n or 1
+        search: Any = {
+            "beam": max(n, self.beam) if options.beam is None else options.beam,
+            "length_penalty": options.length_penalty,
+            "length_norm": options.length_norm,
+            "n_best": n,
+        }
         translations = self._translations(batch, drawn=1, state=encoded, **search)
         for output in translations[0].entry["outputs"]:
             print(f"{output['score']:.4f}  {printable(output['text'])}")
@@ -419,10 +404,8 @@ class SequenceToSequence(Task):
         """Return the tokens (1, S) of a source, the end token last, and the encoded source.
 
         Raises:
-            ValueError: If both or neither are given, or the text or the state can't be read.
+            ValueError: If the text or the state can't be read.
         """
-        if (text is None) == (state is None):
-            raise ValueError(f"--source {text} and --state {state}: give exactly one of them")
         if text is None:
             assert state is not None
             one = torch.zeros(1, 1, dtype=torch.long, device=self.device)

@@ -39,7 +39,7 @@ from lit_effattn.datamodules import IGNORE, LabelledBatch, PairBatch, SpeechBatc
 from lit_effattn.drawing import plots
 from lit_effattn.nn.encoder_decoder import EncoderDecoder
 from lit_effattn.settings.defaults import split
-from lit_effattn.tasks import LanguageModel
+from lit_effattn.tasks import LanguageModel, PixelModel
 from tests.analysis.test_sweep import CONFIG as SWEEP
 from tests.support.commands import fails, spec
 
@@ -340,6 +340,11 @@ def test_predictions_are_shown_together_and_as_text(tmp_path: Path):
     assert shown == [["img"], [], [], []]
     for figure, text in zip(figures, ["ɑ t", "<script>x", "1.235", "a\n</pre>b"], strict=True):
         assert text in figure.text
+
+
+def test_whole_images_are_drawn(tmp_path: Path):
+    assert write_samples(PixelModel(Transformer(8, 2, 1), (2, 3, 1), 4), None, 2, tmp_path) == []
+    assert (tmp_path / "drawn_0" / "samples.png").is_file()
 
 
 # ------------------------------------------------------------------------------------------------ settings and curves

@@ -57,28 +57,13 @@ def test_versions_of_lightning():
         check_contents({"state_dict": {}, "pytorch-lightning_version": value})
 
 
-def test_a_random_state_is_one_of_its_generator():
-    """A position beyond the words of NumPy's generator would be read outside of its memory."""
-    for generator, path, value in [
-        ("python", (0,), 2),
-        ("python", (1, 0), 2**32),
-        ("python", (1, 0), True),
-        ("python", (1, 624), 625),
-        ("python", (2,), "x"),
-        ("numpy", (0,), "PCG64"),
-        ("numpy", (2,), 625),
-        ("numpy", (3,), 2),
-        ("numpy", (4,), float("nan")),
-        ("torch", (), torch.zeros(3, dtype=torch.uint8)),
-    ]:
-        states = _capture(torch.device("cpu"))
-        check_contents({"state_dict": {}, "random_states": [states]})
-        holder, key = states, generator
-        for index in path:
-            holder[key] = list(holder[key])
-            holder, key = holder[key], index
-        holder[key] = value
-        with pytest.raises(ValueError, match=rf"random_states\[0\]\.{generator}"):
+def test_the_position_of_a_random_state_is_in_its_memory():
+    """At a position beyond the words of its generator, NumPy would read outside of them."""
+    states = _capture(torch.device("cpu"))
+    check_contents({"state_dict": {}, "random_states": [states]})
+    for position in (625, -1, None):
+        states["numpy"][2] = position
+        with pytest.raises(ValueError, match=r"random_states\[0\]\.numpy"):
             check_contents({"state_dict": {}, "random_states": [states]})
 
 
@@ -86,18 +71,13 @@ def test_a_state_unlike_the_new_one():
     for saved, new, words in [
         ({}, {"lr": 0.1}, "it has no 'lr'"),
         ({"lr": "x"}, {"lr": 0.1}, "it.lr is the text 'x', not a number"),
-        ({"lr": True}, {"lr": 0.1}, "it.lr is True, not a number"),
-        ({"n": float("nan")}, {"n": 3}, "it.n is nan, not a number"),
-        ({"betas": [0.9]}, {"betas": (0.9, 0.999)}, "it.betas is a list of 1, not a list of 2"),
         ({"t": torch.zeros(3)}, {"t": torch.zeros(2)}, r"shape \(3,\), not a tensor of shape \(2,\)"),
-        ({"best_score": 2.0}, {"best_score": torch.tensor(1.0)}, r"it.best_score is 2.0, not a tensor of shape \(\)"),
-        ({"best_k_models": {"a": "b"}}, {"best_k_models": {}}, "not a mapping of paths to numbers"),
-        ({"best_model_score": "x"}, {"best_model_score": None}, "not a number or None"),
+        ({"of": None}, {"of": {"n": 1}}, "it.of is None, not a mapping"),
     ]:
         with pytest.raises(ValueError, match=words):
             check_like(saved, new, "it")
 
 
 def test_a_state_like_the_new_one():
-    new = {"step": torch.tensor(0.0), "n": 3, "x": None, "best": float("inf"), "lr": 0.1, "of": {}}
-    check_like({**new, "step": 4.0, "n": 5, "x": "any", "best": 1, "more": 7, "of": {1: 2}}, new, "it")
+    new = {"n": 3, "x": None, "best": float("inf"), "lr": 0.1, "of": {}}
+    check_like({**new, "n": 0.5, "x": "any", "best": torch.tensor(1.0), "more": 7, "of": {1: 2}}, new, "it")

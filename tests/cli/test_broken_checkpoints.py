@@ -1,14 +1,13 @@
 """Checkpoints whose parts have other kinds or values than training saves: each ends in one line that names the file.
 
-Every part of a checkpoint that a command reads, to any depth, is replaced in turn by a number, text, None, a tensor, an
-empty list and an empty mapping, and deleted. A change ends in one message, or the command runs to its end.
+Every part of a checkpoint that scoring and generation read, to any depth, is replaced in turn by a number, text, None,
+a tensor, an empty list and an empty mapping, and deleted. A change ends in one message, or the command runs to its end.
 """
 
 import copy
 import io
 import random
 import shutil
-from collections import Counter
 from collections.abc import Iterator
 from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
@@ -153,21 +152,17 @@ def command(name: str, how: str) -> list[str]:
     return [how, "--config", f"{name}.yaml", "--ckpt_path", "it.ckpt", *more[how]]
 
 
-def tries(folder: Path, name: str, how: str, chosen: list[Any], record_property: Any) -> None:
+def tries(folder: Path, name: str, how: str, chosen: list[Any]) -> None:
     """Try changes; each must end in a line, or let the command run to its end."""
     content = torch.load(folder / f"{name}.ckpt", weights_only=True)
-    counts: Counter[str] = Counter()
     for path, what in chosen:
         torch.save(changed(content, path, what), folder / "it.ckpt")
         shutil.rmtree(folder / "made", ignore_errors=True)
         shutil.rmtree(folder / "resumed", ignore_errors=True)
         try:
-            ended = outcome(command(name, how))
+            outcome(command(name, how))
         except Exception as error:
             raise AssertionError(f"{how}: {path} as {what}: {type(error).__name__}: {error}") from error
-        counts["ended" if ended == "ended" else "one line"] += 1
-    record_property("ended as", str(dict(counts)))
-    assert counts["one line"] > 0 or how != "fit"
 
 
 def all_cases(folder: Path, name: str) -> list[Any]:
@@ -175,30 +170,26 @@ def all_cases(folder: Path, name: str) -> list[Any]:
 
 
 @pytest.mark.parametrize("name", ["pixels", "text"])
-@pytest.mark.parametrize(("how", "n"), [("fit", 2), ("test", 1), ("generate", 1)])
-def test_a_sample_of_changes(
-    how: str, n: int, name: str, folder: Path, monkeypatch: pytest.MonkeyPatch, record_property: Any
-):
+@pytest.mark.parametrize(("how", "n"), [("test", 1), ("generate", 1)])
+def test_a_sample_of_changes(how: str, n: int, name: str, folder: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(folder)
-    tries(folder, name, how, random.Random(0).sample(all_cases(folder, name), n), record_property)
+    tries(folder, name, how, random.Random(0).sample(all_cases(folder, name), n))
 
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("name", ["pixels", "text"])
-@pytest.mark.parametrize(("how", "every"), [("fit", 1), ("test", 4), ("generate", 8)])
-def test_every_change(
-    how: str, every: int, name: str, folder: Path, monkeypatch: pytest.MonkeyPatch, record_property: Any
-):
+@pytest.mark.parametrize(("how", "every"), [("test", 4), ("generate", 8)])
+def test_every_change(how: str, every: int, name: str, folder: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(folder)
-    tries(folder, name, how, all_cases(folder, name)[::every], record_property)
+    tries(folder, name, how, all_cases(folder, name)[::every])
 
 
 KEY = "EarlyStopping{'monitor': 'val/bits_per_dim', 'mode': 'min'}"
 REFUSED: dict[str, tuple[tuple[Any, ...], str, str]] = {
     "no optimiser": (("optimizer_states",), "an empty list", "optimizer_states is a list of 0, not a list of 1"),
     "no schedule": (("lr_schedulers",), "an empty list", "lr_schedulers is a list of 0, not a list of 1"),
-    "no moments": (("optimizer_states", 0, "state"), "an empty mapping", "is empty, though the run has made steps"),
     "a moment": (("optimizer_states", 0, "state", 0, "exp_avg"), "a tensor", "exp_avg is a tensor of shape (2, 3)"),
+    "a random state": (("random_states", 0, "torch"), "text", "the random states of the checkpoint can't be restored"),
     "a schedule": (("lr_schedulers", 0), "an empty mapping", "lr_schedulers[0] has no"),
     "weights": (("state_dict",), "text", "state_dict is the text 'x', not a mapping"),
     "a weight": (("state_dict", "embedding.weight"), "None", "state_dict['embedding.weight'] is None, not a tensor"),
@@ -207,8 +198,6 @@ REFUSED: dict[str, tuple[tuple[Any, ...], str, str]] = {
     "its best": (("callbacks", KEY, "best_score"), "a tensor", "best_score is a tensor of shape (2, 3)"),
     "a best score": (("callbacks", KEY, "best_score"), "a number", "best_score is -7.5, not a tensor of shape ()"),
     "random states": (("random_states",), "a number", "random_states is -7.5, not a list"),
-    "the version of a random state": (("random_states", 0, "python", 0), "a tensor", "python[0] is a tensor of shape"),
-    "a counter": (("loops", "fit_loop", "epoch_progress", "total", "ready"), "a number", "ready is -7.5, not a count"),
     "a loader": (
         ("loops", "fit_loop", "state_dict", "combined_loader", 0, "batches"),
         "None",

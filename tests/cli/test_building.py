@@ -13,7 +13,6 @@ from lightning.pytorch.accelerators import CPUAccelerator
 
 from lit_effattn.cli import main
 from lit_effattn.cli.command import CLI
-from lit_effattn.cli.failures import explained, in_flags
 from tests.support.commands import fails
 
 TINY = [
@@ -149,10 +148,3 @@ def test_a_file_names_other_files_as_before_without_the_sections_of_fit(monkeypa
 def test_mistakes_are_one_line(flags: list[str], code: int, words: str, capsys: pytest.CaptureFixture[str]):
     Path("twice.yaml").write_text("trainer: {max_steps: 1}\nseed_everything: 1\ntrainer: {max_epochs: 1}\n")
     assert words in fails(capsys, *TINY, *flags, code=code)
-
-
-def test_messages_of_libraries_name_the_flag():
-    text = "When using an `IterableDataset`, `Trainer(overfit_batches)` must be `1.0` or an int."
-    assert in_flags(text).startswith("--trainer.overfit_batches must be a number of batches")
-    text = "SparseAdam does not support dense gradients, please consider Adam instead"
-    assert explained(RuntimeError(text), "fit") == f"--model.optimizer: {text}"

@@ -164,7 +164,7 @@ def test_what_cannot_be_generated(capsys: pytest.CaptureFixture[str]):
         ({}, "--source is missing"),
         ({"source": "a", "prompt": "a"}, "--prompt a: SequenceToSequence has no such option"),
         ({"source": "a", "state": "s.state"}, "--source a and --state s.state: give exactly one of them"),
-        ({"source": "a", "temperature": 0.5}, "--temperature 0.5: SequenceToSequence searches and draws nothing"),
+        ({"source": "a", "temperature": 0.5}, "--temperature 0.5: SequenceToSequence has no such option"),
     ):
         with pytest.raises(ValueError, match=words):
             made.trainer.generate(made.model, **options)

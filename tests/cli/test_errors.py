@@ -1,44 +1,24 @@
-"""Reports come from jsonargparse itself, about the real classes: nothing here repeats its words."""
+"""Settings that jsonargparse rejects: the message names the option, the value and the type, or the nearest name."""
 
 import re
 
-import lightning.pytorch as pl
 import pytest
-from jsonargparse import ArgumentError, ArgumentParser
-from lightning.pytorch.cli import LightningArgumentParser
 
-import lit_effattn.attention
-import lit_effattn.attention.positions
-import lit_effattn.nn.adaptive
-import lit_effattn.nn.heads
-import lit_effattn.nn.transformer
-import lit_effattn.tasks.schedules
-
-# Imported for their classes, which the arguments name.
-from lit_effattn import callbacks, datamodules
-from lit_effattn.cli.errors import plain
-from lit_effattn.settings.trainer import Trainer
-from lit_effattn.tasks import Task
+from lit_effattn.cli.errors import fault
+from lit_effattn.settings.arguments import Arguments
 from tests.support.commands import fails
-
-__all__ = ["callbacks", "datamodules", "lit_effattn"]
 
 MODEL = ["--model=PixelModel", "--model.backbone=Transformer"]
 DATA = ["--data=PixelSequences"]
 TEXT = ["--model=LanguageModel", "--model.backbone=Transformer"]
 XL = [*TEXT, "--model.backbone.attention=TransformerXLAttention"]
+KNOWN = ["model", "data", "seed_everything", "trainer.max_epochs", "trainer.callbacks"]
 
 
-def complaint(*args: str, trainer: bool = False) -> str:
-    """Give these arguments to a parser like the command's; return what is left of its report."""
-    parser = LightningArgumentParser(exit_on_error=False)
-    parser.add_subclass_arguments(Task, "model", required=False)
-    parser.add_subclass_arguments(pl.LightningDataModule, "data", required=False)
-    if trainer:
-        parser.add_lightning_class_args(Trainer, "trainer")
-    with pytest.raises(ArgumentError) as caught:
-        parser.parse_args([*args])
-    message = plain(str(caught.value))
+def complaint(*args: str) -> str:
+    """Return the message for these settings of `test`, which needs neither model nor data."""
+    message = fault(Arguments(["test", *args]), KNOWN)
+    assert message is not None
     assert len(message) < 400, message
     assert not re.search(r"Namespace|NestedArg|Parser key|Subtypes|Does not validate|<class|\n|typing\.", message), (
         message
@@ -131,7 +111,7 @@ def test_a_value_of_the_wrong_kind():
         (["--model.backbone.causal=maybe"], "model.backbone.causal", "maybe", ["bool"]),
         (["--model.backbone.d_ff=wide"], "model.backbone.d_ff", "wide", ["int"]),
         (["--model.backbone.norm=middle"], "model.backbone.norm", "middle", ["one of", "'pre'", "'post'"]),
-        (["--model.image_shape=[2,2]"], "model.image_shape", "[2, 2]", ["3"]),
+        (["--model.image_shape=[2,2]"], "model.image_shape", "[2, 2]", ["tuple[int, int, int]"]),
         ([*DATA, "--data.dataset=cats"], "data.dataset", "cats", ["one of", "'digits'", "'cifar10'"]),
         ([*DATA, "--data.eval_batch_size=many"], "data.eval_batch_size", "many", ["int"]),
         ([*XL, "--model.backbone.attention.mem_len=x"], "model.backbone.attention.mem_len", "x", ["int"]),
@@ -176,7 +156,7 @@ def test_options_of_the_trainer():
         ("--trainer.callbacks=[SampleGrit]", ["SampleGrit", "did you mean SampleGrid?"]),
         ("--trainer.max_epox=3", ["--trainer.max_epox"]),
     ):
-        message = complaint(arg, trainer=True)
+        message = complaint(arg)
         for word in words:
             assert word in message
 
@@ -199,14 +179,14 @@ def test_an_option_that_a_class_needs():
     assert message.startswith("model.embedding needs cutoffs: give --model.embedding.cutoffs VALUE")
 
 
-def test_what_says_it_plainly_already_stays():
-    parser = ArgumentParser(exit_on_error=False)
-    parser.add_argument("--n", type=int)
-    for args in (["--m", "3"], ["--n"]):
-        with pytest.raises(ArgumentError) as caught:
-            parser.parse_args(args)
-        assert plain(str(caught.value)) == str(caught.value)
-    assert plain("the disk is full") == "the disk is full"
+def test_settings_without_a_fault_that_is_found_here():
+    assert (
+        fault(
+            Arguments(["test", *TEXT[:1], "--model.backbone=LSTM", "--model.backbone={d_model: 8, n_layers: 1}"]), KNOWN
+        )
+        is None
+    )
+    assert fault(Arguments(["test", "--trainer.strategy=ddp", "--trainer.max_epochs=null"]), KNOWN) is None
 
 
 def test_fit_without_anything(capsys: pytest.CaptureFixture[str]):
@@ -215,7 +195,7 @@ def test_fit_without_anything(capsys: pytest.CaptureFixture[str]):
         assert word in message
 
 
-PAIRS = ["fit", "--model", "SequenceToSequence", "--data", "SequencePairs", "--model.backbone", "EncoderDecoder"]
+PAIRS = ["--model", "SequenceToSequence", "--data", "SequencePairs", "--model.backbone", "EncoderDecoder"]
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,4 @@
 import os
-import re
 import signal
 from pathlib import Path
 
@@ -26,8 +25,8 @@ def test_a_loader_s_process_that_was_killed():
         next(iter(DataLoader(Dying(), num_workers=1)))
     output = explained(caught.value, "fit")
     assert output is not None
-    assert re.match(r"a process that loads data \(\d+\) (is killed by signal: Killed|exited unexpectedly)\. If", output)
-    assert output.endswith("num_workers. If the run has saved a checkpoint, resume with --ckpt_path last")
+    assert output.startswith("DataLoader worker")
+    assert output.endswith("num_workers; if the run has saved a checkpoint, resume with --ckpt_path last)")
 
 
 def test_memory_that_does_not_suffice():
@@ -35,14 +34,14 @@ def test_memory_that_does_not_suffice():
         torch.empty(2**60, dtype=torch.uint8)
     output = explained(caught.value, "fit")
     assert output is not None
-    assert output.startswith("this machine has not enough memory")
+    assert "(use a smaller batch" in output
     gpu = torch.OutOfMemoryError(
         "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 79.1 GiB"
     )
     output = explained(gpu, "generate")
     assert output is not None
     assert output.startswith(
-        "the GPU has not enough memory (CUDA out of memory. Tried to allocate 2.00 GiB). Use a smaller"
+        "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 79.1 GiB (use"
     )
 
 

@@ -2,6 +2,7 @@ import json
 import re
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ from lit_effattn import LanguageModel, Transformer
 from lit_effattn.attention import LinearAttention
 from lit_effattn.attention.positions import LearnedPositions
 from lit_effattn.datamodules.text.tokenizers import ByteTokenizer
-from lit_effattn.generation.sampling import Sampling
+from lit_effattn.tasks.options import TextOptions
 from lit_effattn.tasks.prompt_files import Prompt, read_prompts, write_continued
 
 
@@ -76,19 +77,22 @@ def test_a_model_with_few_positions_gives_what_it_can(tmp_path: Path, capsys: py
     """16 positions take <start>, a prompt of P bytes and all tokens but the last: 16 - P are drawn."""
     backbone = Transformer(8, 2, 1, attention=LinearAttention, positions=partial(LearnedPositions, max_len=16))
     model = LanguageModel(backbone, 257, tokenizer=ByteTokenizer().to_json()).eval()
-    how = {"datamodule": None, "n": None, "sampling": Sampling(temperature=0), "progress": iter}
+
+    def write(**options: Any) -> str:
+        return model.write_samples(lambda: tmp_path, TextOptions(temperature=0, **options))
+
     whole = model.sample(torch.tensor([[256, *b"abc"]]), 13, temperature=0)
     state = tmp_path / "a.state"
-    said = model.write_samples(lambda: tmp_path, prompt="abc", n_tokens=99, **how)
+    said = write(prompt="abc", n_tokens=99)
     remedy = "draw at most 13 tokens (--n_tokens 13), or use a model without learned positions"
     assert said.startswith(f"13 tokens of 99: the model has 16 positions; {remedy}\ntext: ")
-    exact = model.write_samples(lambda: tmp_path, prompt="abc", n_tokens=13, **how)
+    exact = write(prompt="abc", n_tokens=13)
     assert exact == f"text: {tmp_path / 'samples.txt'}"
     expected = "abc" + ByteTokenizer().decode(whole[0].numpy())
     assert (tmp_path / "samples.txt").read_bytes().decode() == f"--- 0\n{expected}"
-    model.write_samples(lambda: tmp_path, prompt="abc", n_tokens=4, save_state=str(state), **how)
-    assert model.write_samples(lambda: tmp_path, state=str(state), n_tokens=99, **how).startswith("9 tokens of 99")
-    model.write_samples(lambda: tmp_path, prompt="abc", n_tokens=13, save_state=str(state), **how)
+    write(prompt="abc", n_tokens=4, save_state=str(state))
+    assert write(state=str(state), n_tokens=99).startswith("9 tokens of 99")
+    write(prompt="abc", n_tokens=13, save_state=str(state))
     for options, words in (
         (
             {"prompt": "b" * 20},
@@ -100,11 +104,11 @@ def test_a_model_with_few_positions_gives_what_it_can(tmp_path: Path, capsys: py
         ),
     ):
         with pytest.raises(ValueError, match=words):
-            model.write_samples(lambda: tmp_path, n_tokens=1, **options, **how)
+            write(n_tokens=1, **options)
     path = written(tmp_path, f"abc\n{'b' * 20}\nabcdefgh\n".encode())
     message = "2 of 3 prompts have fewer tokens than asked for, since the model has 16 positions: 'bbbbb"
     with pytest.raises(ValueError, match=re.escape(message)):
-        model.write_samples(lambda: tmp_path, prompts_file=str(path), n_tokens=13, **how)
+        write(prompts_file=str(path), n_tokens=13)
     entries = [json.loads(line) for line in (tmp_path / "samples.jsonl").read_text(encoding="utf-8").splitlines()]
     assert ["abc" + text for text in entries[0]["samples"]] == [expected]
     assert entries[1]["samples"] == []

@@ -19,6 +19,7 @@ from lit_effattn.generation.beam import Hypotheses
 from lit_effattn.nn.heads import CategoricalHead
 from lit_effattn.tasks import SequenceToSequence
 from lit_effattn.tasks.kept_states import load_source, save_state
+from lit_effattn.tasks.options import TargetOptions
 from tests.support.commands import REPOSITORY
 
 LETTERS = CharacterTokenizer("abcd")  # 4 letters, <unk>, <start>
@@ -256,8 +257,7 @@ def test_validation_decodes_every_n_epochs(every: int | None, epoch: int, decode
 
 def test_samples_are_the_best_targets_with_their_scores(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     made = model()
-    options: Any = {"datamodule": None, "progress": iter}
-    made.write_samples(lambda: tmp_path, n=2, source="abc", beam=3, length_penalty=0.0, **options)
+    made.write_samples(lambda: tmp_path, TargetOptions(n=2, source="abc", beam=3, length_penalty=0.0))
     (line,) = (tmp_path / "translations.jsonl").read_text().splitlines()
     entry = json.loads(line)
     tokens = torch.tensor([[*LETTERS.encode("abc").tolist(), LETTERS.start]])
@@ -273,40 +273,40 @@ def test_samples_are_the_best_targets_with_their_scores(tmp_path: Path, capsys: 
 @pytest.mark.parametrize("cross", [SoftmaxCrossAttention, LinearCrossAttention], ids=["softmax", "linear"])
 def test_a_kept_source_is_not_encoded_again(cross: Any, attention: Any, tmp_path: Path):
     made, lengths = model(cross, attention=attention, max_output_len=9), list[int]()
-    options: Any = {"datamodule": None, "progress": iter, "n": 2}
+    options: Any = {"n": 2}
     made.backbone.encoder.register_forward_hook(lambda _, args, __: lengths.append(args[0].size(1)))
     for name in ("whole", "kept", "going on"):
         (tmp_path / name).mkdir()
     file = str(tmp_path / "source.state")
-    made.write_samples(lambda: tmp_path / "whole", source="abcd", beam=3, **options)
-    made.write_samples(lambda: tmp_path / "kept", source="abcd", beam=2, save_state=file, **options)
+    made.write_samples(lambda: tmp_path / "whole", TargetOptions(source="abcd", beam=3, **options))
+    made.write_samples(lambda: tmp_path / "kept", TargetOptions(source="abcd", beam=2, save_state=file, **options))
     lengths.clear()
-    made.write_samples(lambda: tmp_path / "going on", state=file, beam=3, **options)
+    made.write_samples(lambda: tmp_path / "going on", TargetOptions(state=file, beam=3, **options))
     assert lengths == [1, 5]  # an example of a state; the picture
     results = [(tmp_path / name / "translations.jsonl").read_bytes() for name in ("whole", "going on")]
     assert results[0] == results[1]
 
 
 def test_other_states_are_refused(tmp_path: Path):
-    made, options = model(), {"datamodule": None, "progress": iter, "n": None}
+    made = model()
     file = tmp_path / "source.state"
-    made.write_samples(lambda: tmp_path, source="abcd", save_state=str(file), **options)
+    made.write_samples(lambda: tmp_path, TargetOptions(source="abcd", save_state=str(file)))
     with pytest.raises(ValueError, match=f"--source ab and --state {file}: give exactly one of them"):
-        made.write_samples(lambda: tmp_path, source="ab", state=str(file), **options)
+        made.write_samples(lambda: tmp_path, TargetOptions(source="ab", state=str(file)))
     with pytest.raises(ValueError, match="a state of other sizes"):
-        model(LinearCrossAttention).write_samples(lambda: tmp_path, state=str(file), **options)
+        model(LinearCrossAttention).write_samples(lambda: tmp_path, TargetOptions(state=str(file)))
     with pytest.raises(ValueError, match="a model with other weights"):
-        made.float().write_samples(lambda: tmp_path, state=str(file), **options)
+        made.float().write_samples(lambda: tmp_path, TargetOptions(state=str(file)))
     made.double()
     tokens, state = load_source(file, made, made.backbone, made._encoded(torch.zeros(1, 1, dtype=torch.long)))
     for wrong, message in ((tokens[0], "tokens is torch.int64 of shape"), (tokens + 9, "source token")):
         save_state(Kept(state, wrong, 0), file, made, made.backbone)
         with pytest.raises(ValueError, match=message):
-            made.write_samples(lambda: tmp_path, state=str(file), **options)
+            made.write_samples(lambda: tmp_path, TargetOptions(state=str(file)))
     text = tmp_path / "notes.txt"
     text.write_text("do not lose me")
     with pytest.raises(FileExistsError, match=r"notes\.txt exists and is not a saved state"):
-        made.write_samples(lambda: tmp_path, source="abcd", save_state=str(text), **options)
+        made.write_samples(lambda: tmp_path, TargetOptions(source="abcd", save_state=str(text)))
 
 
 def test_scores_are_averages_if_that_is_wanted():
@@ -326,9 +326,8 @@ def test_scores_are_averages_if_that_is_wanted():
     ids=["unknown", "empty"],
 )
 def test_unreadable_sources_are_rejected(options: dict[str, Any], message: str, tmp_path: Path):
-    arguments: Any = {"datamodule": None, "n": None, "progress": iter, **options}
     with pytest.raises(ValueError, match=message):
-        model().write_samples(lambda: tmp_path, **arguments)
+        model().write_samples(lambda: tmp_path, TargetOptions(**options))
 
 
 def test_predictions_are_in_the_order_of_the_file(tmp_path: Path):

@@ -315,13 +315,12 @@ class CLI(LightningCLI):
                 save_config_callback=None,
                 load_from_checkpoint_support=False,  # tasks know their own arguments: see lit_effattn.hparams
                 parser_kwargs={
-                    name: {
-                        "usage": _USAGE.format(name),
-                        "description": text,
-                        "command": name,
+                    arguments.command: {
+                        "usage": _USAGE.format(arguments.command),
+                        "description": _ABOUT[arguments.command],
+                        "command": arguments.command,
                         "all_options": arguments.flags.value("help") == "all",
                     }
-                    for name, text in _ABOUT.items()
                 },
                 args=self.resolved.args,
             )

@@ -13,12 +13,12 @@ from lightning.fabric.utilities.types import _Stateful
 from lightning.pytorch.trainer.connectors.checkpoint_connector import _CheckpointConnector
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
-from torch.optim import Optimizer
+from torch.optim import SGD, Optimizer
 
 from lit_effattn.checkpoints.files import DamagedError
 from lit_effattn.checkpoints.folders import Divided
 from lit_effattn.checkpoints.runs import short
-from lit_effattn.checkpoints.shape import check_like, wrong
+from lit_effattn.checkpoints.shape import check_counts, check_like, wrong
 
 _LOOPS = {
     TrainerFn.FITTING: "fit_loop",
@@ -86,8 +86,9 @@ class CheckpointConnector(_CheckpointConnector):
                 if name not in saved:
                     raise ValueError(f"loops has no {name}")
                 new = getattr(self.trainer, name).state_dict()
-                # Lightning adds the loaders' states to those of a new loop.
-                check_like(saved[name], {key: state for key, state in new.items() if key != "state_dict"}, name)
+                del new["state_dict"]  # Lightning adds the loaders' states to those of a new loop
+                check_like(saved[name], new, name)
+                check_counts({key: saved[name][key] for key in new}, name)
             elif fn == TrainerFn.FITTING:
                 raise ValueError(_only_a_model("loops"))
             super().restore_loops()
@@ -122,7 +123,9 @@ class CheckpointConnector(_CheckpointConnector):
             saved, optimizers = self._loaded_checkpoint["optimizer_states"], self.trainer.optimizers
             _check_number(saved, optimizers, "optimizer_states")
             for i, (state, optimizer) in enumerate(zip(saved, optimizers, strict=True)):
-                check_optimizer(state, optimizer, f"optimizer_states[{i}]")
+                check_optimizer(
+                    state, optimizer, f"optimizer_states[{i}]", has_stepped=self._loaded_checkpoint["global_step"] > 0
+                )
             super().restore_optimizers()
 
     def restore_lr_schedulers(self) -> None:
@@ -191,13 +194,14 @@ def check_scheduler(saved: Any, scheduler: Any, where: str) -> None:
             raise ValueError(f"{where} has {name!r}, which is not part of the state of a {type(scheduler).__name__}")
 
 
-def check_optimizer(saved: Any, optimizer: Optimizer, where: str) -> None:
+def check_optimizer(saved: Any, optimizer: Optimizer, where: str, *, has_stepped: bool) -> None:
     """Compare the sizes in the state of an optimiser with those of its parameters.
 
     Args:
         saved: The state in the checkpoint.
         optimizer: A new optimiser, which is to load it.
         where: The name of the state, for messages.
+        has_stepped: Whether the run has made steps, so that the state must not be empty.
 
     Raises:
         ValueError: If a size differs. The message names the part, its value and the expected size.
@@ -210,6 +214,8 @@ def check_optimizer(saved: Any, optimizer: Optimizer, where: str) -> None:
             "another optimizer or decay_biases_and_gains made them; start a new run from its weights with "
             "--init_weights in place of --ckpt_path"
         )
+    if has_stepped and not saved["state"] and _keeps_state(optimizer):
+        raise ValueError(f"{where}.state is empty, though the run has made steps")
     numbers = [number for group in saved["param_groups"] for number in group["params"]]
     parameters = dict(zip(numbers, (p for group in groups for p in group["params"]), strict=True))
     for number, state in saved["state"].items():
@@ -220,6 +226,13 @@ def check_optimizer(saved: Any, optimizer: Optimizer, where: str) -> None:
             if same_rank and any(n not in (1, m) for n, m in zip(value.shape, shape, strict=True)):
                 at = f"{where}.state[{number}].{name}"
                 raise wrong(at, value, f"a tensor for a parameter of shape {tuple(shape)}")
+
+
+def _keeps_state(optimizer: Optimizer) -> bool:
+    """Return whether a step leaves a state: of SGD only with momentum, of a user's class it is not known."""
+    if isinstance(optimizer, SGD):
+        return any(group["momentum"] for group in optimizer.param_groups)
+    return type(optimizer).__module__.startswith(("torch.", "lit_effattn."))
 
 
 def _listed(sizes: list[int]) -> str:

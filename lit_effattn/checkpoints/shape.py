@@ -204,3 +204,16 @@ def check_like(saved: Any, new: Any, where: str) -> None:
             raise wrong(where, saved, f"a tensor of shape {tuple(new.shape)}")
     elif isinstance(new, (int, float)) and not isinstance(saved, (int, float)) and getattr(saved, "ndim", 1) > 0:
         raise wrong(where, saved, "a number")
+
+
+def check_counts(saved: Any, where: str) -> None:
+    """Check that all integers in a state of loops are counts, which are not negative.
+
+    Raises:
+        ValueError: If one is not. The message names the first.
+    """
+    if isinstance(saved, dict):
+        for name, value in saved.items():
+            check_counts(value, f"{where}.{name}")
+    elif not isinstance(saved, bool):
+        _count(saved, where)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import select
 import sys
 import warnings
@@ -258,7 +259,8 @@ def _message(error: BaseException) -> str:
 
 def fail(message: str, code: int = 1) -> NoReturn:
     """Print an error and exit, with code 2 for invalid arguments and code 1 for any other error."""
-    print(f"lit-effattn: error: {printable(' '.join(message.split()))}", file=sys.stderr)
+    line = re.sub(" *\n *", " ", message.strip(" \n"))
+    print(f"lit-effattn: error: {printable(line)}", file=sys.stderr)
     if code == 1:
         print(f"(set {DEBUG}=1 in the environment to see the traceback)", file=sys.stderr)
     sys.exit(code)

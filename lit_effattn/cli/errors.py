@@ -53,7 +53,7 @@ _MOST = 16  # names of classes that a message lists
 
 @dataclass
 class _Node:
-    """What is given for one option: a value, the name of a class and its options, or a list of these."""
+    """Settings of one option: a value, the name of a class and its options, or a list of these."""
 
     value: Any = None
     options: dict[str, _Node] = field(default_factory=dict)
@@ -179,9 +179,9 @@ def _add_options(
 
 def _kind(name: Any, path: str, bases: list[type]) -> type | str:
     """Return the class that an option names, or the message why there is none."""
-    base = bases[0].__name__
+    base = f"{'an' if bases[0].__name__[0] in 'AEIOU' else 'a'} {bases[0].__name__}"
     if not isinstance(name, str):
-        return f"{path}={name} is not a {base}: give the name of a class, or its class_path and init_args"
+        return f"{path}={name} is not {base}: give the name of a class, or its class_path and init_args"
     if name.endswith(FILES):
         return f"{path}: there is no file {name}, or it holds no settings"
     if name[:1] in ("{", "["):
@@ -202,7 +202,7 @@ def _kind(name: Any, path: str, bases: list[type]) -> type | str:
     if isinstance(kind, type) and issubclass(kind, tuple(bases)):
         return kind
     if kind is not None:
-        return f"{path}: {name} is not a {base}; {_listed(sorted(kinds))}"
+        return f"{path}: {name} is not {base}; {_listed(sorted(kinds))}"
     instead = _instead(name, sorted(kinds))
     # There are hundreds of modules, too many to list.
     hint = kinds and (len(kinds) < 100 or not instead.startswith("there are"))

@@ -85,9 +85,8 @@ def class_help(arguments: Arguments, new_parser: Callable[[], ArgumentParser]) -
         remedy = f"did you mean {close[0]}?" if close else f"there are {', '.join(known)}"
         raise ValueError(f"--{path}.help: there is no class {name!r}; {remedy}")
     # The help of a factory leaves out the arguments that its caller gives, such as the attention's width.
-    factory = next((part for part in get_args(expected) if get_origin(part) is Callable), expected)
     parser = new_parser()
-    parser.add_argument(f"--{path}", type=factory)
+    parser.add_argument(f"--{path}", type=_factory(expected) or expected)
     parser.parse_args([f"--{path}.help", name])  # prints it and exits
     return True
 
@@ -99,8 +98,15 @@ def _declared(path: str) -> Any:
     for name in names:
         kinds = [kind for kind in _kinds(expected) if _is_ours(kind)]
         declared = (get_type_hints(kind.__init__).get(name) for kind in kinds)  # type: ignore[misc]
-        expected = next((hint for hint in declared if _classes(hint)), None)
+        hints = [hint for hint in declared if _classes(hint)]
+        # The attention of a Transformer is a factory; that of its Block, which no option names, is a module.
+        expected = max(hints, key=lambda hint: _factory(hint) is not None, default=None)
     return expected
+
+
+def _factory(hint: Any) -> Any:
+    """Return the type of a factory in a union; None without one."""
+    return next((part for part in get_args(hint) if get_origin(part) is Callable), None)
 
 
 def _classes(hint: Any) -> list[type]:

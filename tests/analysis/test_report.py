@@ -40,6 +40,7 @@ from lit_effattn.drawing import plots
 from lit_effattn.nn.encoder_decoder import EncoderDecoder
 from lit_effattn.settings.defaults import split
 from lit_effattn.tasks import LanguageModel, PixelModel
+from lit_effattn.tasks.options import ImageOptions, TextOptions
 from tests.analysis.test_sweep import CONFIG as SWEEP
 from tests.support.commands import fails, spec
 
@@ -316,16 +317,18 @@ def test_rows_of_a_stream_that_is_empty_or_has_ended_are_not_shown(carried: bool
 def test_as_many_images_as_asked_and_few_texts_are_drawn(tmp_path: Path):
     drawn = []
 
-    def images(folder, *, datamodule, n, sampling, progress, complete=None, n_tokens=None):
-        drawn.append((folder().name, n, n_tokens, complete))
+    def write(folder, options, *, datamodule):
+        drawn.append((folder().name, options))
 
-    def texts(folder, *, datamodule, n, sampling, progress, prompt=None, n_tokens=500):
-        drawn.append((folder().name, n, n_tokens))
-
-    for name, write in (("images", images), ("texts", texts)):
-        (tmp_path / name).mkdir()
-        assert write_samples(SimpleNamespace(write_samples=write), object(), 8, tmp_path / name) == []
-    assert drawn == [("drawn_0", 8, None, None), ("drawn_1", 8, None, 0.5), ("drawn_0", 2, 300)]
+    for kind in (ImageOptions, TextOptions):
+        (tmp_path / kind.__name__).mkdir()
+        model = SimpleNamespace(generation=kind, write_samples=write)
+        assert write_samples(model, object(), 8, tmp_path / kind.__name__) == []
+    assert drawn == [
+        ("drawn_0", ImageOptions(n=8)),
+        ("drawn_1", ImageOptions(n=8, complete=0.5)),
+        ("drawn_0", TextOptions(n=2, n_tokens=300)),
+    ]
 
 
 def test_predictions_are_shown_together_and_as_text(tmp_path: Path):

@@ -27,7 +27,7 @@ def test_the_same_names_and_shapes_are_the_same_model():
 
 def test_the_first_differences_are_named():
     for saved, words in [
-        (net(2, 4), "this Sequential: 1.weight is 4×1 in the checkpoint, 3×1 here. A checkpoint brings"),
+        (net(2, 4), "this Sequential: 1.weight is 4×1 in the checkpoint, 3×1 here. A run brings"),
         (net(2), "this Sequential: 1.weight is absent in the checkpoint, 3×1 here. A"),
         (net(2, 3, 1), "2.weight is 1×1 in the checkpoint, absent here"),
         (net(5, 5, 5, 5, 5), "2.weight is 5×1 in the checkpoint, absent here (and 2 more)"),

@@ -32,9 +32,22 @@ def stepped(kind: Any, **options: Any) -> tuple[Any, dict[str, Any]]:
 def test_every_optimiser_goes_on():
     for name in [*OPTIMISERS, "Adafactor"]:
         new, saved = stepped(getattr(torch.optim, name), lr=0.1)
-        check_optimizer(saved, new, "it")
+        check_optimizer(saved, new, "it", has_stepped=True)
+        if saved["state"]:  # SGD has none
+            with pytest.raises(ValueError, match="state is empty, though the run has made steps"):
+                check_optimizer({**saved, "state": {}}, new, "it", has_stepped=True)
+        check_optimizer({**saved, "state": {}}, new, "it", has_stepped=False)
         new.load_state_dict(saved)
         new.step()
+
+
+def test_an_optimiser_of_the_user_may_keep_no_state():
+    class SignSGD(torch.optim.Optimizer):
+        def __init__(self, params: Any) -> None:
+            super().__init__(params, {})
+
+    new = SignSGD(nn.Linear(2, 2).parameters())
+    check_optimizer(new.state_dict(), new, "it", has_stepped=True)
 
 
 def test_other_groups_of_parameters_are_said_in_a_line():
@@ -44,17 +57,17 @@ def test_other_groups_of_parameters_are_said_in_a_line():
     for first in (1, 3):
         groups = [{**group, "params": [*range(first)]}, {**group, "params": [*range(first, 5)]}]
         with pytest.raises(ValueError, match=rf"have {first} \+ {5 - first} parameters.* 5: .*--init_weights in place"):
-            check_optimizer({**saved, "param_groups": groups}, new, "it")
+            check_optimizer({**saved, "param_groups": groups}, new, "it", has_stepped=True)
 
 
 def test_states_may_be_divided_among_processes(tmp_path: Path):
     new, saved = stepped(torch.optim.Adam, lr=0.1)
     parts = Parts(divide({"optimizer_states": [saved]}, tmp_path / "last.ckpt", 2))
     (divided,) = parts.map(lambda tensor: tensor)["optimizer_states"]
-    check_optimizer(divided, new, "it")
+    check_optimizer(divided, new, "it", has_stepped=True)
     divided["state"][0]["exp_avg"] = divided["state"][1]["exp_avg"]
     with pytest.raises(ValueError, match=r"it\.state\[0\]\.exp_avg is .* of shape \(5, 3\)"):
-        check_optimizer(divided, new, "it")
+        check_optimizer(divided, new, "it", has_stepped=True)
 
 
 def test_a_moment_of_another_size():
@@ -63,7 +76,7 @@ def test_a_moment_of_another_size():
         key = next(key for key, value in saved["state"][0].items() if value.ndim)
         saved["state"][0][key] = torch.zeros(7, 7)
         with pytest.raises(ValueError, match=rf"it\.state\[0\]\.{key} is .* for a parameter of shape \(5, 3\)"):
-            check_optimizer(saved, new, "it")
+            check_optimizer(saved, new, "it", has_stepped=True)
 
 
 def schedule() -> Any:

@@ -188,6 +188,7 @@ KEY = "EarlyStopping{'monitor': 'val/bits_per_dim', 'mode': 'min'}"
 REFUSED: dict[str, tuple[tuple[Any, ...], str, str]] = {
     "no optimiser": (("optimizer_states",), "an empty list", "optimizer_states is a list of 0, not a list of 1"),
     "no schedule": (("lr_schedulers",), "an empty list", "lr_schedulers is a list of 0, not a list of 1"),
+    "no moments": (("optimizer_states", 0, "state"), "an empty mapping", "is empty, though the run has made steps"),
     "a moment": (("optimizer_states", 0, "state", 0, "exp_avg"), "a tensor", "exp_avg is a tensor of shape (2, 3)"),
     "a random state": (("random_states", 0, "torch"), "text", "the random states of the checkpoint can't be restored"),
     "a schedule": (("lr_schedulers", 0), "an empty mapping", "lr_schedulers[0] has no"),
@@ -198,6 +199,7 @@ REFUSED: dict[str, tuple[tuple[Any, ...], str, str]] = {
     "its best": (("callbacks", KEY, "best_score"), "a tensor", "best_score is a tensor of shape (2, 3)"),
     "a best score": (("callbacks", KEY, "best_score"), "a number", "best_score is -7.5, not a tensor of shape ()"),
     "random states": (("random_states",), "a number", "random_states is -7.5, not a list"),
+    "a counter": (("loops", "fit_loop", "epoch_progress", "total", "ready"), "a number", "ready is -7.5, not a count"),
     "a loader": (
         ("loops", "fit_loop", "state_dict", "combined_loader", 0, "batches"),
         "None",

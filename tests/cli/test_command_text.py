@@ -190,8 +190,8 @@ def test_a_text_goes_on_from_a_saved_state(run: Path, capsys: pytest.CaptureFixt
     Path("other.state").write_text("x")
     for args, words in (
         (["--state", "s.state", "--n", "2"], "--n 2: s.state has 1 texts; leave --n out"),
-        (["--state", "s.state", "--beam", "2"], "--state and --beam"),
-        (["--save_state", "s.state", "--beam", "2"], "--save_state and --beam"),
+        (["--state", "s.state", "--beam", "2"], "--beam and --state"),
+        (["--save_state", "s.state", "--beam", "2"], "--beam and --save_state"),
         (["--save_state", "other.state"], "other.state exists and is not a saved state"),
         (["--save_state", "."], ". exists and is not a saved state"),
         (["--save_state", "other.state/s.state"], "other.state is not a folder to which files can be written"),
@@ -263,7 +263,7 @@ def test_generating_refuses_what_it_cannot_do(capsys: pytest.CaptureFixture[str]
         (["--prompt_file", "latin.txt"], "--prompt_file latin.txt is not UTF-8"),
         (["--complete", "0.5"], "--complete 0.5"),
         (["--prompt", "1 bird€"], "'€'"),
-        (["--beam", "4", "--temperature", "1"], "--beam 4 and --temperature 1.0"),
+        (["--beam", "4", "--temperature", "0.5"], "--beam 4 and --temperature 0.5"),
         (["--beam", "4", "--n", "5"], "--n 5: a search with --beam 4"),
         (["--beam", "4", "--length_penalty", "-1"], "length_penalty=-1.0"),
         (["--beam", "0"], "beam=0"),
@@ -315,7 +315,7 @@ def test_without_a_memory_length_there_is_no_window(capsys: pytest.CaptureFixtur
         (["--data.root", "nowhere"], "nowhere"),
         (["--data.tokens", "bpe"], "vocab_size=None"),
         (["--model.backbone.attention", "LSHAttention"], "LSHAttention grows with every segment"),
-        (["--model.backbone.attention", "SparseAttention"], "without bound; use TransformerXLAttention"),
+        (["--model.backbone.attention", "SparseAttention"], "without bound; use a kind whose state is bounded"),
         (["--trainer.callbacks", "FeatureRedraw"], "FeatureRedraw"),
         (["--model.backbone.attention", "LinearAttention", "--model.eval_mem_len", "3"], "eval_mem_len=3"),
         (["--model.backbone.causal", "false"], "causal"),

@@ -152,7 +152,7 @@ def test_any_class_that_cant_be_imported(option: str, capsys: pytest.CaptureFixt
 
 def test_what_is_no_kind_of_attention(capsys: pytest.CaptureFixture[str]):
     assert "other.Mine is not an attention kind: derive" in fails(capsys, "kinds", "other.Mine", code=2)
-    assert "'other.Mine' to be a subclass of Attention" in fails(
+    assert f"{OPTION}: other.Mine is not an Attention; there are" in fails(
         capsys, "fit", "--config", "tiny.yaml", f"--{OPTION}", "other.Mine", code=2
     )
     assert "unfinished.Mine has no method attend and no method empty_state" in fails(

@@ -12,7 +12,7 @@ from torch import nn
 LARGEST = 20_000_000
 """Parameters of the largest model whose steps run on one thread: at most 10 ms a step of one row."""
 
-_TOLD = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
+_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
 
 
 @contextmanager
@@ -23,9 +23,9 @@ def few_threads(model: nn.Module) -> Iterator[None]:
     to 4 times the time of one, for 1 to 512 rows.
     """
     before = torch.get_num_threads()
-    told = any(os.environ.get(name) for name in _TOLD)
-    small = sum(parameter.numel() for parameter in model.parameters()) <= LARGEST
-    if small and not told:
+    is_set = any(os.environ.get(name) for name in _VARIABLES)
+    is_small = sum(parameter.numel() for parameter in model.parameters()) <= LARGEST
+    if is_small and not is_set:
         torch.set_num_threads(1)
     try:
         yield

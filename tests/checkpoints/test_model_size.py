@@ -43,7 +43,13 @@ def test_what_is_too_large_is_not_made():
 def test_what_is_not_is_made():
     with model_of("it.ckpt", 100, 1):
         layers = [torch.nn.Linear(3, 4) for _ in range(100)]
-        torch.arange(10), torch.linspace(0, 1, 5), torch.eye(3), torch.zeros(3).expand(10**9, 3)
+        (
+            torch.arange(10),
+            torch.arange(2**40, 2**40 + 3),
+            torch.linspace(0, 1, 5),
+            torch.eye(3),
+            torch.zeros(3).expand(10**9, 3),
+        )
     assert len(layers) == 100
     with torch.device("meta"), model_of("it.ckpt", _AT_ONCE, 1):
         torch.empty(_AT_ONCE)  # 4 bytes each

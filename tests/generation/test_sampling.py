@@ -447,6 +447,7 @@ def test_rooms_are_few():
     assert sorted(set(rooms)) == [256, 512, 832]
     assert all(room >= n for n, room in enumerate(rooms, 1))
     assert generation.room_for(1, 20, few=True) == 64
+    assert (rooms[255], rooms[256]) == (256, 512)
 
 
 @pytest.mark.parametrize("n_prompt", [1, 3])

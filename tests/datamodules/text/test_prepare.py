@@ -71,6 +71,12 @@ def test_the_tokens_of_all_documents_in_order(source, tmp_path, shard_bytes):
         assert shard["input_sha256"] == hashlib.sha256(b"".join(inputs) + jsonl(LINES[32:]).encode()).hexdigest()
 
 
+def test_numbers_below_1_are_refused(source, tmp_path):
+    for name in ("shard_bytes", "learn_bytes", "workers"):
+        with pytest.raises(ValueError, match=f"{name}=0"):
+            prepare(source, tmp_path / "out", **{name: 0})
+
+
 def test_a_part_that_begins_with_a_line_has_it(tmp_path):
     """Each line, of as many bytes, is a shard of its own."""
     lines = [f"{i:02}" for i in range(12)]

@@ -129,7 +129,10 @@ class MemoryCarry(pl.Callback):
         try:
             like = pl_module.backbone.initial_state(1)
             self._training = memories.scatter_memory(saved, like)
-            for t, expected in zip(sequence.tensors(self._training), sequence.tensors(like), strict=False):
+            found, needed = ([*sequence.tensors(state)] for state in (self._training, like))
+            if len(found) < len(needed):
+                raise ValueError(f"it has {len(found)} tensors, and a state of this model {len(needed)}")
+            for t, expected in zip(found, needed, strict=False):
                 if t.is_floating_point() != expected.is_floating_point():
                     raise ValueError(f"a tensor of type {expected.dtype} was expected, and one of {t.dtype} was found")
             rows = {t.size(0) for t in sequence.tensors(self._training)}

@@ -189,13 +189,17 @@ def check_scheduler(saved: Any, scheduler: Any, where: str) -> None:
     new = scheduler.state_dict()
     # Other versions of torch save other names.
     check_like(saved, {name: new[name] for name in new if name in saved or name == "last_epoch"}, where)
+    _check_unset(saved, new, where)
     for name in saved.keys() - new.keys():
         if not isinstance(name, str) or hasattr(scheduler, name):
             raise ValueError(f"{where} has {name!r}, which is not part of the state of a {type(scheduler).__name__}")
 
 
 def check_optimizer(saved: Any, optimizer: Optimizer, where: str, *, has_stepped: bool) -> None:
-    """Compare the sizes in the state of an optimiser with those of its parameters.
+    """Compare the options of an optimiser's groups, and the sizes in its state, with those of a new one.
+
+    Which names a state has is known after a step alone. So the parameters of a group that have as many dimensions must
+    have the same names, with values of the same kinds.
 
     Args:
         saved: The state in the checkpoint.
@@ -204,7 +208,7 @@ def check_optimizer(saved: Any, optimizer: Optimizer, where: str, *, has_stepped
         has_stepped: Whether the run has made steps, so that the state must not be empty.
 
     Raises:
-        ValueError: If a size differs. The message names the part, its value and the expected size.
+        ValueError: If a part differs. The message names the part, its value and the expected one.
     """
     groups = optimizer.param_groups
     sizes, expected = [len(group["params"]) for group in saved["param_groups"]], [len(g["params"]) for g in groups]
@@ -216,16 +220,42 @@ def check_optimizer(saved: Any, optimizer: Optimizer, where: str, *, has_stepped
         )
     if has_stepped and not saved["state"] and _keeps_state(optimizer):
         raise ValueError(f"{where}.state is empty, though the run has made steps")
-    numbers = [number for group in saved["param_groups"] for number in group["params"]]
-    parameters = dict(zip(numbers, (p for group in groups for p in group["params"]), strict=True))
+    parameters: dict[Any, Tensor] = {}
+    of_group: dict[Any, int] = {}
+    for i, (old, group) in enumerate(zip(saved["param_groups"], groups, strict=True)):
+        options = {name: value for name, value in group.items() if name != "params"}
+        check_like(old, options, f"{where}.param_groups[{i}]")
+        _check_unset(old, options, f"{where}.param_groups[{i}]")
+        parameters |= dict(zip(old["params"], group["params"], strict=True))
+        of_group |= dict.fromkeys(old["params"], i)
+    first: dict[Any, dict[str, Any]] = {}  # the kinds of values, by group and number of dimensions
     for number, state in saved["state"].items():
         shape = parameters[number].shape
+        kinds = {name: _kind(value, len(shape)) for name, value in state.items()}
+        if kinds != first.setdefault((of_group[number], len(shape)), kinds):
+            raise ValueError(f"{where}.state[{number}] has other parts than the states of similar parameters")
         for name, value in state.items():
+            if name == "step" and (kinds[name] != "number" or not float(value) >= 0):
+                raise wrong(f"{where}.state[{number}].step", value, "a count")
             # The state of a parameter has its shape, or 1 where it is shared along a dimension.
             same_rank = isinstance(value, (Tensor, Divided)) and len(value.shape) == len(shape)
             if same_rank and any(n not in (1, m) for n, m in zip(value.shape, shape, strict=True)):
                 at = f"{where}.state[{number}].{name}"
                 raise wrong(at, value, f"a tensor for a parameter of shape {tuple(shape)}")
+
+
+def _check_unset(saved: Any, new: Any, where: str) -> None:
+    """Check that an option without a value in a new object, such as a number that a run sets, has at most a number."""
+    for name, value in new.items():
+        if value is None and not isinstance(saved.get(name), (int, float, type(None))):
+            raise wrong(f"{where}.{name}", saved[name], "a number or None")
+
+
+def _kind(value: Any, n_dims: int) -> Any:
+    """Return what the states of similar parameters share: a number, a tensor of their dimensions, or a type."""
+    if isinstance(value, (Tensor, Divided)):
+        return "parameter" if len(value.shape) == n_dims else "tensor" if len(value.shape) else "number"
+    return "number" if isinstance(value, (int, float)) else type(value)
 
 
 def _keeps_state(optimizer: Optimizer) -> bool:

@@ -185,8 +185,8 @@ def check_like(saved: Any, new: Any, where: str) -> None:
 
     Args:
         saved: The state in a checkpoint.
-        new: The `state_dict()` of the object that is to load it. A mapping may lack names of the saved one, and values
-            that are None may be anything.
+        new: The `state_dict()` of the object that is to load it. A mapping may lack names of the saved one, values that
+            are None may be anything, and a list may have another length.
         where: The name of the state, for messages.
 
     Raises:
@@ -202,6 +202,11 @@ def check_like(saved: Any, new: Any, where: str) -> None:
     elif isinstance(new, Tensor):
         if not isinstance(saved, Tensor) or saved.shape != new.shape:
             raise wrong(where, saved, f"a tensor of shape {tuple(new.shape)}")
+    elif isinstance(new, (list, tuple)):
+        if not isinstance(saved, (list, tuple)) or (isinstance(new, tuple) and len(saved) != len(new)):
+            raise wrong(where, saved, f"a list of {len(new)}")
+        for i, value in enumerate(saved if new else ()):
+            check_like(value, new[min(i, len(new) - 1)], f"{where}[{i}]")
     elif isinstance(new, (int, float)) and not isinstance(saved, (int, float)) and getattr(saved, "ndim", 1) > 0:
         raise wrong(where, saved, "a number")
 

@@ -83,6 +83,26 @@ def schedule() -> Any:
     return WarmupCosine(torch.optim.SGD(nn.Linear(2, 2).parameters(), 0.1), total_steps=9, warmup_steps=2)
 
 
+def test_what_no_step_could_use_is_named():
+    new, saved = stepped(torch.optim.AdamW)
+    (group,), states = saved["param_groups"], saved["state"]
+    others = r"state\[1\] has other parts than the states of similar parameters"
+    for changed, words in [
+        ({"state": states | {1: states[1] | {"exp_avg": "x"}}}, others),
+        ({"state": states | {1: {k: v for k, v in states[1].items() if k != "exp_avg_sq"}}}, others),
+        (
+            {"state": states | {2: states[2] | {"step": torch.tensor(-7.5)}}},
+            r"state\[2\].step is a tensor .*, not a count",
+        ),
+        ({"param_groups": [group | {"lr": "x"}]}, r"param_groups\[0\].lr is the text 'x', not a number"),
+        ({"param_groups": [group | {"betas": (0.9,)}]}, "betas is a list of 1, not a list of 2"),
+        ({"param_groups": [group | {"betas": (0.9, "x")}]}, r"betas\[1\] is the text 'x', not a number"),
+        ({"param_groups": [group | {"foreach": "x"}]}, "foreach is the text 'x', not a number or None"),
+    ]:
+        with pytest.raises(ValueError, match=words):
+            check_optimizer(saved | changed, new, "it", has_stepped=True)
+
+
 def test_a_schedule_of_fewer_options_goes_on():
     saved = schedule().state_dict()
     del saved["cosine_from_start"]
@@ -93,6 +113,18 @@ def test_a_schedule_replaces_nothing_else():
     for name in ["get_lr", "step", "optimizer", "state_dict", 7]:
         with pytest.raises(ValueError, match="which is not part of the state"):
             check_scheduler({**schedule().state_dict(), name: 5}, schedule(), "it")
+
+
+def test_a_schedules_numbers_are_numbers():
+    schedule = WarmupCosine(stepped(torch.optim.SGD)[0])
+    saved = schedule.state_dict() | {"total_steps": 5}
+    check_scheduler(saved, schedule, "it")
+    for changed, words in (
+        ({"total_steps": "x"}, "total_steps is the text"),
+        ({"base_lrs": ["x"]}, r"base_lrs\[0\] is"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            check_scheduler(saved | changed, schedule, "it")
 
 
 def test_a_schedule_says_where_it_is():

@@ -1,6 +1,6 @@
 """Stores: folders that one process makes once, which are complete or absent, and arrays of items in them.
 
-Arrays are memory-mapped, so processes share them. The array NAME is three files:
+Arrays are memory-mapped, so processes share them. The array NAME is three files, or four with titles:
 
 | file | content |
 |---|---|

@@ -52,7 +52,7 @@ def test_the_figures_of_a_card_are_those_of_test(name: str):
     tested = CLI(Arguments(["test", "--ckpt_path", f"model:{name}", *QUIET])).trainer.callback_metrics
     assert card["figures"]
     # A card has four decimals. A figure is a mean over all tokens or inputs, each of some ten thousand operations in
-    # float32. Two candidates that are nearer than this, which another processor may exchange, are one in 10⁵ decisions.
+    # float32.
     for metric, value in card["figures"].items():
         accurate = 5e-5 + rounding(torch.float32, 10_000)
         assert float(tested[f"test/{metric}"]) == pytest.approx(value, abs=accurate)

@@ -38,6 +38,8 @@ WITHOUT = ("ops/test_triton_kernels.py", "ops/runtime", "laws/test_command.py", 
 """Triton's interpreter computes in numpy; the others compute next to nothing."""
 LEVELS = ["default", "avx2", "avx512"]
 INSTRUCTIONS = dict(zip(LEVELS, ("SSE4_2", "AVX2", "AVX512"), strict=True))
+ONEDNN = {"default": "SSE41", "avx2": "AVX2"}
+"""PyTorch asks oneDNN whether there is AMX, and then needs AVX-512: no processor has the one without the other."""
 FACTORS = ("ATen", "MKL", "threads", "compiler", "torch")
 LOGS = Path("build/machines")
 
@@ -86,6 +88,7 @@ def run(number: int, setting: tuple[str, ...]) -> tuple[str, list[str]]:
     environment = {**os.environ, "ATEN_CPU_CAPABILITY": level, "TEST_THREADS": threads, "OMP_NUM_THREADS": threads}
     environment |= {"OMP_WAIT_POLICY": "passive"}  # two processes have more threads than two cores
     environment |= {} if mkl == "-" else {"MKL_ENABLE_INSTRUCTIONS": mkl}
+    environment |= {"ONEDNN_MAX_CPU_ISA": ONEDNN[level]} if level in ONEDNN else {}
     environment |= {"CXX": "no-compiler"} if compiler == "without" else {}
     marks = "not exhaustive and not processes and not slow"
     command = [python, "-m", "pytest", "-n", "2", "-q", "-p", "no:cacheprovider", "-m", marks]

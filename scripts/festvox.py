@@ -45,18 +45,20 @@ def read_sentences(path: Path) -> dict[str, str]:
 
 
 def read_labels(path: Path) -> list[tuple[str, float, float]]:
-    """Return the phones of a label file with start and end in seconds: a header, `#`, then lines `0.342 125 pau`.
+    """Return the phones of a label file with start and end in seconds: a header, which may be empty, `#`, then
+    lines `0.342 125 pau`.
 
     The number is the end of the phone; the next field is a colour, which is ignored. Pauses are `pau`.
 
     Raises:
         ValueError: If a line is invalid, or a phone ends before it begins.
     """
-    header, hash_line, body = path.read_text(encoding="utf-8", errors="replace").partition("\n#\n")
+    lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
     segments: list[tuple[str, float, float]] = []
-    if not hash_line:
+    if "#" not in lines:
         raise ValueError(f"{path}: has no line '#', which ends the header; add it")
-    for number, line in enumerate(body.splitlines(), header.count("\n") + 3):
+    begin = lines.index("#") + 1
+    for number, line in enumerate(lines[begin:], begin + 1):
         if line.strip():
             start = segments[-1][2] if segments else 0.0
             try:

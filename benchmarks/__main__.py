@@ -7,12 +7,11 @@ import os
 import shlex
 import subprocess
 import sys
-from importlib.util import find_spec
 from pathlib import Path
 
 import torch
 
-from benchmarks import generation, gpu, kernels, layers, reproduce, scaling, steps
+from benchmarks import generation, kernels, layers, reproduce, scaling, steps
 from benchmarks.report import Report, publish
 
 BENCHMARKS = {
@@ -26,7 +25,6 @@ SHORT = (
     "steps --small --repeats 5",
     "steps configs/digits_linear.yaml --only fit --steps 5 --repeats 2",
     "generation --small --repeats 2 --windows 4",
-    "generation --sources 512 4096 --batch_sizes 1 --repeats 2",
     "scaling --repeats 2 --lengths 512 1024 2048 --most 1024",
     "kernels --lengths 2048 --repeats 3",
     "layers --lengths 512 --repeats 3",
@@ -41,8 +39,6 @@ def main(argv: list[str]) -> None:
     """Run the benchmark that `argv` names, or the short version with `argv` as options of each run."""
     if not argv or (argv[0].startswith("-") and argv[0] not in ("-h", "--help")):
         _one_by_one(argv)
-    elif argv[0] == "gpu":
-        gpu.main(_parse(argv))
     else:
         _run(_parse(argv), argv)
 
@@ -70,12 +66,7 @@ def _log(*lines: str) -> None:
 
 def _parse(argv: list[str]) -> argparse.Namespace:
     parser = _parser()
-    args = parser.parse_args(argv)
-    if args.benchmark == "gpu" and args.device.type != "cuda" and not args.dry_run:
-        parser.error(f"gpu needs a CUDA device, not {args.device}; --dry_run tries every line on a CPU")
-    if args.output is not None and args.benchmark in PICTURED and find_spec("matplotlib") is None:
-        parser.error("--output draws a picture, which needs matplotlib: pip install 'lit-effattn[bench]'")
-    return args
+    return parser.parse_args(argv)
 
 
 def _run(args: argparse.Namespace, argv: list[str]) -> None:
@@ -96,16 +87,15 @@ def _parser() -> argparse.ArgumentParser:
         f"version of {', '.join(dict.fromkeys(words.split()[0] for words in SHORT))}; options are passed on to each.",
     )
     commands = parser.add_subparsers(dest="benchmark", required=True)
-    summaries = {name: (benchmark.__doc__ or "").splitlines()[0] for name, benchmark in BENCHMARKS.items()}
-    summaries["gpu"] = (gpu.__doc__ or "").splitlines()[0]
-    for name, summary in summaries.items():
+    for name, benchmark in BENCHMARKS.items():
+        summary = (benchmark.__doc__ or "").splitlines()[0]
         command = commands.add_parser(name, help=summary, description=summary, allow_abbrev=False)
         about = f"also write {name}.md and {name}.json" + (f", and draw {name}.png" if name in PICTURED else "")
         command.add_argument("--output", type=Path, metavar="FOLDER", help=about)
         default = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         about = "cpu, cuda or cuda:1; default: %(default)s"
         command.add_argument("--device", type=_device, default=default, help=about)
-        (gpu if name == "gpu" else BENCHMARKS[name]).add_arguments(command)
+        benchmark.add_arguments(command)
     return parser
 
 

@@ -118,7 +118,7 @@ def _cpu() -> str:
 
 
 def _picture(draw: Callable[[Any], None], path: Path) -> None:
-    from matplotlib.figure import Figure  # of the extra "bench"
+    from matplotlib.figure import Figure
 
     figure = Figure(layout="constrained")
     draw(figure)

@@ -57,57 +57,20 @@ def _swap(config: str, attention: str, **options: int) -> str:
     return " ".join([config, flag, attention, *(f"{flag}.{name} {value}" for name, value in options.items())])
 
 
+_PAGES = Path(__file__).parents[1] / "docs"
+_VARIANTS = dict(
+    re.findall(r"^\| `(\w+)` \| `--config (.+)` \|$", (_PAGES / "configurations.md").read_text(encoding="utf-8"), re.M)
+)
+"""Configuration and flags of the variants in docs/configurations.md."""
+
+_COPY_LSH = _VARIANTS["copy_lsh4"]
 _PERFORMER = _swap("copy_linear", "PerformerAttention", chunk_size=64)
 _LSH = _swap("digits_linear", "LSHAttention", n_hashes=2, n_buckets=4, chunk_size=8)
-_G2P = (
-    "g2p_linear --model.backbone.encoder.attention SoftmaxAttention "
-    "--model.backbone.decoder.attention SoftmaxAttention "
-    "--model.backbone.decoder.cross_attention SoftmaxCrossAttention"
-)
-_COPY_LSH = (
-    "copy_linear --model.backbone.attention LSHAttention --model.backbone.attention.n_hashes 4 "
-    "--model.backbone.attention.n_buckets 4 --model.backbone.attention.chunk_size 16"
-)
-_DIGITS_PERFORMER = (
-    "digits_linear --model.backbone.attention PerformerAttention "
-    "--model.backbone.attention.chunk_size 64 --trainer.callbacks+=FeatureRedraw "
-    "--trainer.callbacks.every_n_steps 50"
-)
-_BILSTM = (
-    "espeak_linear --model.backbone LSTM --model.backbone.d_model 320 --model.backbone.n_layers 3 "
-    "--model.backbone.d_input 144 --model.backbone.causal false --model.backbone.dropout 0.1"
-)
-_LSTM = (
-    "stdlib_xl --model.backbone LSTM --model.backbone.d_model 256 --model.backbone.n_layers 2 --model.embedding_std 0.1"
-)
-_COMPRESSIVE = (
-    "stdlib_xl --model.backbone.attention CompressiveAttention --model.backbone.attention.mem_len 64 "
-    "--model.backbone.attention.compressed_len 32 --model.backbone.attention.compression_rate 4 "
-    "--model.backbone.attention.share_uv false"
-)
-_INFINITE = (
-    "stdlib_xl --model.backbone.attention InfiniteAttention --model.backbone.attention.mem_len 64 "
-    "--model.backbone.attention.segment_len 64 --model.backbone.attention.n_basis 64 "
-    "--model.backbone.attention.widths [0.01,0.05] --model.backbone.attention.n_samples 64 "
-    "--model.backbone.attention.sticky true --model.backbone.attention.share_uv true "
-    "--model.lr_scheduler.warmup_steps 0.08"
-)
-_SORTING_STICKY = "sorting_small_infinite --model.backbone.attention.sticky true --model.backbone.attention.n_bins 32"
-_SORTING_XL = (
-    "sorting_small_infinite --model.backbone.attention TransformerXLAttention "
-    "--model.backbone.attention.mem_len 129 --model.backbone.attention.same_length true "
-    "--model.backbone.attention.chunk_size 64"
-)
-_SORTING_COMPRESSIVE = (
-    "sorting_small_infinite --model.backbone.attention CompressiveAttention "
-    "--model.backbone.attention.mem_len 64 --model.backbone.attention.compressed_len 61 "
-    "--model.backbone.attention.compression_rate 4 --model.backbone.attention.segment_len 1 "
-    "--model.backbone.attention.chunk_size 64"
-)
+_INFINITE = _VARIANTS["stdlib_infinite"].partition(" --trainer")[0]
 _SPARSE = _steps(600, "--trainer.val_check_interval 600")
 _TEXT = _steps(1500, "--trainer.val_check_interval 500")
 RUNS = (
-    Small("translation", "Vaswani Table 2", f"{_G2P} {_steps(1500)}", "error_rate", 9),
+    Small("translation", "Vaswani Table 2", f"{_VARIANTS['g2p_softmax']} {_steps(1500)}", "error_rate", 9),
     Small("copy-softmax", "Linear Fig. 2", _swap("copy_linear", "SoftmaxAttention"), "accuracy", 2),
     Small("copy-linear", "Linear Fig. 2", "copy_linear", "accuracy", 2.5),
     Small("copy-lsh-1", "Linear Fig. 2", _COPY_LSH.replace("n_hashes 4", "n_hashes 1"), "accuracy", 2.5),
@@ -116,21 +79,21 @@ RUNS = (
     Small("images-softmax", "Linear Table 1", _swap("digits_linear", "SoftmaxAttention"), "bits/dim", 2.5),
     Small("images-linear", "Linear Table 1", "digits_linear", "bits/dim", 3),
     Small("images-lsh", "Linear Table 1", _LSH, "bits/dim", 3.5),
-    Small("images-performer", "Performer Fig. 7", _DIGITS_PERFORMER, "bits/dim", 4),
+    Small("images-performer", "Performer Fig. 7", _VARIANTS["digits_performer"], "bits/dim", 4),
     Small("images-sparse", "Sparse Table 2", _swap("digits_linear", "SparseAttention"), "bits/dim", 3),
     Small("text-sparse", "Sparse Table 2", f"text_sparse {_SPARSE}", "bits/byte", 4),
     Small("speech-softmax", "Linear Table 3", _swap("espeak_linear", "SoftmaxAttention"), "PER", 5.5),
     Small("speech-linear", "Linear Table 3", "espeak_linear", "PER", 5.5),
-    Small("speech-bilstm", "Linear Table 3", _BILSTM, "PER", 4.5),
+    Small("speech-bilstm", "Linear Table 3", _VARIANTS["espeak_bilstm"], "PER", 4.5),
     Small("text-xl", "XL Table 2", f"stdlib_xl {_TEXT}", "bits/byte", 6),
     Small("text-xl-without-memory", "XL Table 6", f"stdlib_xl {_TEXT} --trainer.callbacks null", "bits/byte", 5),
-    Small("text-lstm", "XL Table 2", f"{_LSTM} {_TEXT}", "bits/byte", 3.5),
-    Small("text-compressive", "Compressive Table 4", f"{_COMPRESSIVE} {_TEXT}", "bits/byte", 7.5),
+    Small("text-lstm", "XL Table 2", f"{_VARIANTS['stdlib_lstm']} {_TEXT}", "bits/byte", 3.5),
+    Small("text-compressive", "Compressive Table 4", f"{_VARIANTS['stdlib_compressive']} {_TEXT}", "bits/byte", 7.5),
     Small("text-infinite", "∞-former, section 4.2", f"{_INFINITE} {_TEXT}", "bits/byte", 8),
     Small("sorting-infinite", "∞-former, section 4.1", "sorting_small_infinite", "accuracy", 2.5),
-    Small("sorting-sticky", "∞-former, section 4.1", _SORTING_STICKY, "accuracy", 3),
-    Small("sorting-xl", "∞-former, section 4.1", _SORTING_XL, "accuracy", 2.5),
-    Small("sorting-compressive", "∞-former, section 4.1", _SORTING_COMPRESSIVE, "accuracy", 3),
+    Small("sorting-sticky", "∞-former, section 4.1", _VARIANTS["sorting_small_sticky"], "accuracy", 3),
+    Small("sorting-xl", "∞-former, section 4.1", _VARIANTS["sorting_small_xl"], "accuracy", 2.5),
+    Small("sorting-compressive", "∞-former, section 4.1", _VARIANTS["sorting_small_compressive"], "accuracy", 3),
     Small("retrieval", "none; beside the copy task", "retrieval_linear", "exact_match", 4),
 )
 """At most two hours on 2 cores."""

@@ -1,4 +1,4 @@
-"""Write docs/laws-of-others.md: which laws modules of other packages keep, and which tools find ten planted bugs.
+"""Write the figures of docs/laws-of-others.md: which laws modules of other packages keep.
 
     make laws-of-others
 
@@ -12,17 +12,17 @@ import contextlib
 import io
 import math
 import sys
-import time
-import warnings
 from collections.abc import Callable, Iterator
 from functools import partial
+from importlib import import_module
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch.nn.functional import logsigmoid
 
-from lit_effattn.laws import LAWS, Adapter, FunctionAdapter, check
+from lit_effattn.laws import LAWS, Adapter, FunctionAdapter
 from lit_effattn.laws.comparison import percent
 from lit_effattn.laws.law import attempt
 from lit_effattn.laws.subject import Subject
@@ -142,167 +142,44 @@ class NaiveAdapter(FunctionAdapter):
         return y.flatten(2), state
 
 
-def naive_forms() -> dict[str, Callable[..., Any]]:
-    """Return the plain forms that take and return a state, with their gates made from v and k."""
-    from torch.nn.functional import logsigmoid
+GATES: dict[str, Callable[[torch.Tensor], tuple[torch.Tensor, ...]]] = {
+    "gla": lambda v: (logsigmoid(v),),
+    "simple_gla": lambda v: (logsigmoid(v[..., 0]),),
+    "gated_delta_rule": lambda v: (v[..., 1].sigmoid(), logsigmoid(v[..., 0])),
+    "kda": lambda v: (logsigmoid(v), v[..., 1].sigmoid()),
+    "delta_rule": lambda v: (v[..., 1].sigmoid(),),
+}
+"""The arguments after q, k and v of each operation, made from v."""
 
-    forms: dict[str, Callable[..., Any]] = {}
-    options = {"output_final_state": True}
+NAIVE = (
+    *("gla.naive_recurrent_gla", "simple_gla.naive_recurrent_simple_gla", "simple_gla.naive_chunk_simple_gla"),
+    *("gated_delta_rule.naive_recurrent_gated_delta_rule", "gated_delta_rule.naive_chunk_gated_delta_rule"),
+    *("kda.naive_recurrent_kda", "kda.naive_chunk_kda", "delta_rule.delta_rule_recurrence"),
+)
+"""The plain forms that take and return a state."""
 
-    def add(name: str, build: Callable[[], Callable[..., Any]]) -> None:
-        try:
-            forms[name] = build()
-        except ImportError:
-            return
 
-    def gla() -> Callable[..., Any]:
-        from fla.ops.gla.naive import naive_recurrent_gla as f
+def naive(name: str) -> Callable[..., Any]:
+    """Return a plain form as a function of q, k, v and the state."""
+    operation, _, function = name.partition(".")
+    form = getattr(import_module(f"fla.ops.{operation}.naive"), function)
 
-        return lambda q, k, v, s: f(q, k, v, logsigmoid(v), initial_state=s, **options)
-
-    def simple(name: str) -> Callable[..., Any]:
-        import fla.ops.simple_gla.naive as naive
-
-        f = getattr(naive, name)
-        return lambda q, k, v, s: f(q, k, v, logsigmoid(v[..., 0]), initial_state=s, **options)
-
-    def gated_delta(name: str) -> Callable[..., Any]:
-        import fla.ops.gated_delta_rule.naive as naive
-
-        f = getattr(naive, name)
-        return lambda q, k, v, s: f(q, k, v, v[..., 1].sigmoid(), logsigmoid(v[..., 0]), initial_state=s, **options)
-
-    def kda(name: str) -> Callable[..., Any]:
-        import fla.ops.kda.naive as naive
-
-        f = getattr(naive, name)
-        return lambda q, k, v, s: f(q, k, v, logsigmoid(v), v[..., 1].sigmoid(), initial_state=s, **options)
-
-    def delta() -> Callable[..., Any]:
-        from fla.ops.delta_rule.naive import delta_rule_recurrence as f
-
-        def heads_first(q: Any, k: Any, v: Any, s: Any) -> Any:
+    def call(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, state: Any) -> Any:
+        if operation == "delta_rule":  # heads come first
             q, k, v = (t.transpose(1, 2) for t in (q, k, v))
-            y, s = f(q, k, v, v[..., 1].sigmoid(), initial_state=s)
-            return y.transpose(1, 2), s
+            y, state = form(q, k, v, *GATES[operation](v), initial_state=state)
+            return y.transpose(1, 2), state
+        return form(q, k, v, *GATES[operation](v), initial_state=state, output_final_state=True)
 
-        return heads_first
-
-    add("gla.naive_recurrent_gla", gla)
-    for name in ("naive_recurrent_simple_gla", "naive_chunk_simple_gla"):
-        add(f"simple_gla.{name}", partial(simple, name))
-    for name in ("naive_recurrent_gated_delta_rule", "naive_chunk_gated_delta_rule"):
-        add(f"gated_delta_rule.{name}", partial(gated_delta, name))
-    for name in ("naive_recurrent_kda", "naive_chunk_kda"):
-        add(f"kda.{name}", partial(kda, name))
-    add("delta_rule.delta_rule_recurrence", delta)
-    return forms
-
-
-# ------------------------------------------------------------------------------------------------- other tools
-
-
-def compared() -> list[str]:
-    """Return the table of the planted bugs, and of the tools that find them."""
-    from tests.laws.planted import Mixer, MixerAdapter
-    from tests.laws.test_planted import BUGS
-
-    tools = {
-        "lit_effattn.laws": _with_laws,
-        "pytest-torch": _with_pytest_torch,
-        "causal-certificate": _with_certificate,
-    }
-    lines = [f"| bug | {' | '.join(tools)} |", "|---" * (len(tools) + 1) + "|"]
-    seconds = dict.fromkeys(tools, 0.0)
-    for bug in ["", *BUGS]:
-        cells = []
-        for name, tool in tools.items():
-            start = time.monotonic()
-            torch.manual_seed(1)
-            cells.append(", ".join(tool(Mixer(4, bug), MixerAdapter(bug))) or "–")
-            seconds[name] += time.monotonic() - start
-        lines.append(f"| {bug or 'none'} | {' | '.join(cells)} |")
-        print(lines[-1], flush=True)
-    lines.append(f"| seconds, all | {' | '.join(f'{s:.0f}' for s in seconds.values())} |")
-    return lines
-
-
-def _with_laws(mixer: Any, adapter: Adapter) -> list[str]:
-    laws = [name for name in LAWS if not name.startswith("compiled")]
-    return [f"`{r.law}`" for r in check(adapter, laws=laws, shrink_seconds=0).broken]
-
-
-def _with_pytest_torch(mixer: Any, adapter: Adapter) -> list[str]:
-    """Return the checks of pytest-torch that fail: all that apply to a causal module with a state."""
-    import pytest_torch as tool
-
-    mixer.eval()
-    x = 2 * torch.randn(3, 35, 4, generator=torch.Generator().manual_seed(0))
-
-    class Whole(torch.nn.Module):
-        def __init__(self, mixer: torch.nn.Module) -> None:
-            super().__init__()
-            self.mixer = mixer
-
-        def forward(self, x: torch.Tensor, attention_mask: torch.Tensor | None = None) -> torch.Tensor:
-            valid = None if attention_mask is None else attention_mask.sum(1)
-            return self.mixer(x, None, valid)[0]
-
-    whole = Whole(mixer).eval()
-    full = {"x": x, "attention_mask": torch.ones(3, 35, dtype=torch.long)}
-
-    def new_whole() -> torch.nn.Module:
-        return Whole(type(mixer)(4, mixer.bug)).eval()
-
-    checks: dict[str, Callable[[], Any]] = {
-        "streaming": lambda: tool.assert_streaming_equivalent(
-            whole, mixer, x, init_state=lambda: mixer.empty(3, x), chunk_sizes=(1, 7, 32)
-        ),
-        "contract": lambda: _ok(tool.check_inference_contract(whole, x)),
-        "padding": lambda: tool.assert_padding_invariant(whole, full, ids_key="x"),
-        "autocast": lambda: tool.assert_autocast_parity(whole, x),
-        "gradients": lambda: tool.assert_gradients_finite(whole, x, lambda y: y.square().mean()),
-        "checkpoint": lambda: tool.assert_checkpoint_roundtrip(new_whole, x),
-    }
-    return _failing(checks)
-
-
-def _ok(report: Any) -> None:
-    assert report.ok, report
-
-
-def _failing(checks: dict[str, Callable[[], Any]]) -> list[str]:
-    failed = []
-    for name, run in checks.items():
-        try:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")
-                run()
-        except AssertionError:
-            failed.append(name)
-        except Exception as error:  # shown, so that a wrong call is not counted as a bug that was found
-            failed.append(f"({name}: {type(error).__name__})")
-    return failed
-
-
-def _with_certificate(mixer: Any, adapter: Adapter) -> list[str]:
-    from causal_certificate import certify
-
-    x = 2 * torch.randn(2, 19, 4, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    report = certify(lambda x: mixer(x)[0], x) if mixer.double() else None
-    leaks = {"temporal": report.temporal_leak, "cross-batch": report.crossbatch_leak}
-    return [name for name, leak in leaks.items() if leak > report.threshold]
+    return call
 
 
 def main() -> None:
     """Write the page."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--only", help="One architecture of transformers, or `tools`; nothing is written.")
+    parser.add_argument("--only", help="One architecture of transformers; nothing is written.")
     given = parser.parse_args()
     torch.set_num_threads(1)
-    if given.only == "tools":
-        print(*compared(), sep="\n")
-        return
     if given.only:
         print(*table("", iter([(given.only, row(partial(TinyAdapter, given.only)))])), sep="\n")
         return
@@ -311,15 +188,7 @@ def main() -> None:
 
 def page() -> list[str]:
     """Return the lines of the page."""
-    packages = (
-        "torch",
-        "transformers",
-        "x-transformers",
-        "torchaudio",
-        "fla-core",
-        "pytest-torch",
-        "causal-certificate",
-    )
+    packages = ("torch", "transformers", "x-transformers", "torchaudio", "fla-core")
     versions = ", ".join(f"{name} {version(name)}" for name in packages)
     with PAGE.open() as file:
         head, _, rest = file.read().partition("<!-- figures -->")
@@ -370,19 +239,8 @@ def page() -> list[str]:
         "",
         *table(
             "function",
-            ((f"`{name}`", row(partial(NaiveAdapter, f, name="f"))) for name, f in naive_forms().items()),
+            ((f"`{name}`", row(lambda name=name: NaiveAdapter(naive(name), name="f"))) for name in NAIVE),
         ),
-        "",
-        "## Ten planted bugs, three tools",
-        "",
-        "`tests/laws/planted.py` is a module with one of ten bugs. A cell names the checks that fail. pytest-torch: "
-        "`assert_streaming_equivalent` (chunks of 1, 7 and 32), `check_inference_contract`, "
-        "`assert_padding_invariant`, `assert_autocast_parity`, `assert_gradients_finite`, "
-        "`assert_checkpoint_roundtrip`. causal-certificate: `certify`, with all "
-        "cuts. What is not on either list has no counterpart there: unequal splits, gradients through a state, "
-        "selected rows, an input state that is changed, ragged prompts, combined states.",
-        "",
-        *compared(),
         "",
         "<!-- notes -->" + notes.rstrip(),
     ]

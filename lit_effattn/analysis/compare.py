@@ -15,7 +15,6 @@ from lit_effattn.checkpoints.files import whole
 from lit_effattn.checkpoints.printable import printable
 from lit_effattn.checkpoints.runs import short
 from lit_effattn.checkpoints.shipped import model_path
-from lit_effattn.drawing.plots import check_available
 from lit_effattn.settings.own_classes import add_trust
 from lit_effattn.settings.parsers import tool_parser
 
@@ -49,16 +48,14 @@ def compare(args: list[str]) -> None:
         args: The arguments of the command.
 
     Raises:
-        ValueError: If a folder is not that of a run, an option is out of range, or matplotlib is missing for a page.
+        ValueError: If a folder is not that of a run, or an option is out of range.
         FileExistsError: If the page exists.
     """
     options = _parser().parse_args(args)
     if options.length is not None and options.length < 1:
         raise ValueError(f"--length {options.length} must be at least 1")
-    if options.html is not None:
-        check_available("--html")
-        if Path(options.html).exists():
-            raise FileExistsError(f"--html {options.html} exists; name another file, or delete it")
+    if options.html is not None and Path(options.html).exists():
+        raise FileExistsError(f"--html {options.html} exists; name another file, or delete it")
     runs = [read_run(model_path(path, "compare"), length=options.length, trust=options.trust) for path in options.runs]
     names = names_of([run.path for run in runs])
     tables = [table for table in (_results(names, runs), _settings(names, runs)) if table.rows]

@@ -32,7 +32,6 @@ from lit_effattn.checkpoints.files import whole
 from lit_effattn.checkpoints.printable import printable
 from lit_effattn.checkpoints.runs import LAST, PREVIOUS, find_checkpoint, is_checkpoint, output_folder, short
 from lit_effattn.checkpoints.shipped import is_model
-from lit_effattn.drawing.plots import check_available
 from lit_effattn.settings.defaults import split
 from lit_effattn.settings.own_classes import add_trust
 from lit_effattn.settings.parsers import tool_parser
@@ -73,7 +72,7 @@ def report(args: list[str]) -> None:
         args: The arguments of the command.
 
     Raises:
-        ValueError: If an argument is invalid, the run can't be read, or matplotlib is missing.
+        ValueError: If an argument is invalid, or the run can't be read.
         FileNotFoundError: If the run does not exist.
         FileExistsError: If the page that `--output` names exists.
     """
@@ -81,7 +80,6 @@ def report(args: list[str]) -> None:
     for name, value, least in (("samples", options.samples, 0), ("length", options.length, 2)):
         if value < least:
             raise ValueError(f"--{name} {value} must be at least {least}")
-    check_available("report")
     folder, checkpoint = find_run(options.run)
     output = html_file(options.output, folder)
     run = read_run(folder, trust=options.trust)

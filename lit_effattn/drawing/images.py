@@ -3,24 +3,24 @@
 from __future__ import annotations
 
 import math
-from importlib.util import find_spec
+import warnings
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from PIL import Image, ImageFont
+    from matplotlib.figure import Figure
+    from PIL import Image
 
 MIN_SIDE = 48
 """Images with fewer pixels a side are enlarged, pixel by pixel, to at least this many."""
 
-TICK = 0.5
-"""Seconds between two ticks of a time axis."""
-
-CELL = 20
-"""Side of a square of an attention map, in pixels."""
+CELL = 0.2
+"""Side of a square of an attention map, in inches."""
 
 
 def grid(images: Tensor, columns: int | None = None) -> Tensor:
@@ -30,6 +30,13 @@ def grid(images: Tensor, columns: int | None = None) -> Tensor:
     scale = max(1, math.ceil(MIN_SIDE / images.size(2)))
     images = images.repeat_interleave(scale, 2).repeat_interleave(scale, 3)
     return make_grid(images, nrow=columns or math.ceil(math.sqrt(len(images))), padding=4, pad_value=64)
+
+
+def to_pil(picture: Tensor) -> Image.Image:
+    """Return (C, height, width) as an image of Pillow."""
+    from PIL import Image
+
+    return Image.fromarray(picture.to(torch.uint8).permute(1, 2, 0).contiguous().cpu().numpy())
 
 
 def save_png(picture: Tensor, path: Path) -> Path:
@@ -58,7 +65,7 @@ def labelled_rows(rows: dict[str, Tensor], path: Path) -> Path:
 def recognised(
     features: Tensor,
     probabilities: Tensor,
-    names: list[str],
+    names: Sequence[str],
     path: Path,
     *,
     factor: int = 1,
@@ -69,101 +76,67 @@ def recognised(
     Args:
         features: (T, F), the lowest frequency first; the loudest is white.
         probabilities: (T', V), of the labels in each frame; 1 is white.
-        names: V names of the labels. Letters of the phonetic alphabet need the font DejaVu Sans, which many systems and
-            matplotlib (the extra `bench`) have.
+        names: V names of the labels.
         path: File to write.
         factor: Feature vectors per frame.
         frame_seconds: Seconds from one feature vector to the next.
     """
-    from PIL import Image, ImageDraw
-
-    row, left, below, above = 12, 56, 20, 4  # pixels
-    across = max(1, min(4, 1600 // len(features)))
-    sound = _stretched(_brightness(features).T.flip(0), max(1, 160 // features.size(1)), across)  # (F·k, T·across)
-    labels = _stretched(255 * probabilities.T, row, across * factor)[:, : sound.size(1)]
-    height, width = len(sound), sound.size(1)
-    sheet = Image.new("RGB", (left + width + row, above + height + below + len(labels)), (64, 64, 64))
-    draw = ImageDraw.Draw(sheet)
-    font = _phonetic_font()
-    for top, panel in ((above, sound), (above + height + below, labels)):
-        sheet.paste(to_pil(panel.expand(3, -1, -1)), (left, top))
-    for i, name in enumerate(names):
-        # Pillow's default font has no letters of the phonetic alphabet: the label's number replaces such a name.
-        shown = name if font is not None or name.isascii() else f"label {i}"
-        draw.text((4, above + height + below + row * i), shown, fill=(255, 255, 255), font=font)
-    pixels_per_tick = across * TICK / frame_seconds
-    for i in range(int(width / pixels_per_tick) + 1):
-        x = left + round(i * pixels_per_tick)
-        draw.line((x, above + height, x, above + height + 4), fill=(255, 255, 255))
-        draw.text((x + 3, above + height + 3), f"{i * TICK:g} s", fill=(255, 255, 255))
-    sheet.save(path)
-    return path
+    n, end = len(names), frame_seconds * len(features)
+    figure = _figure(_width(features), 2 + 0.12 * n)
+    sound, labels = figure.subplots(2, 1, sharex=True, height_ratios=(1.6, 0.12 * n))
+    _draw_sound(sound, features, end)
+    extent = (0, factor * frame_seconds * len(probabilities), n, 0)
+    labels.imshow(_numbers(probabilities).T, cmap="gray", vmin=0, vmax=1, extent=extent, **_PIXELS)
+    labels.set_yticks(np.arange(n) + 0.5, names, fontsize=6, parse_math=False)
+    labels.set(xlim=(0, end), xlabel="seconds")
+    return _save(figure, path)
 
 
 def filterbank(features: Tensor, title: str, path: Path) -> Path:
     """Write a PNG of an utterance's filterbank, (T, F) with the lowest frequency first, and a title below it."""
-    from PIL import Image
-
-    across = max(1, min(4, 1600 // len(features)))
-    sound = _stretched(_brightness(features).T.flip(0), max(1, 160 // features.size(1)), across)  # (F·k, T·across)
-    (label,) = _labels([title])
-    sheet = Image.new("RGB", (max(sound.size(1), label.width), len(sound) + label.height), (255, 255, 255))
-    sheet.paste(to_pil(sound.expand(3, -1, -1)), (0, 0))
-    sheet.paste(label, (0, len(sound)))
-    path.parent.mkdir(parents=True, exist_ok=True)
-    sheet.save(path)
-    return path
+    figure = _figure(_width(features), 2.2)
+    axes = figure.subplots()
+    _draw_sound(axes, features, len(features))
+    axes.set_xticks([])
+    axes.set_xlabel(title, parse_math=False, wrap=True)
+    return _save(figure, path)
 
 
-def attention_map(weights: Tensor, rows: list[str], columns: list[str], path: Path) -> Path:
-    """Write a PNG of attention weights: a square for each pair, white for 0, dark blue for 1.
+def attention_map(weights: Tensor, rows: Sequence[str], columns: Sequence[str], path: Path) -> Path:
+    """Write a PNG of attention weights: a square for each pair, the lightest blue for 0, the darkest for 1.
 
     Args:
         weights: (N, M), as one row and head of `attention_weights`. Those below 0 are drawn as 0, above 1 as 1.
         rows: N labels of the queries, drawn on the left. Spaces alone are drawn in quotes, line ends as escapes.
-        columns: M labels of the keys, drawn above, upwards if any is wider than a square. Labels that are not ASCII
-            need the font DejaVu Sans: see `recognised`.
+        columns: M labels of the keys, drawn above, upwards if any is longer than two characters.
         path: File to write.
 
     Raises:
         ValueError: If rows or columns and labels differ in number or are empty, or a weight is not finite.
     """
-    from PIL import Image, ImageDraw
-
     if weights.shape != (len(rows), len(columns)) or not rows or not columns:
         raise ValueError(
             f"weights has shape {tuple(weights.shape)}, with {len(rows)} rows and {len(columns)} columns of labels; "
             "give one label for each row and column, and at least one of each"
         )
-    weights = weights.detach().float().cpu()
     if not weights.isfinite().all():
         raise ValueError("weights must be finite; check the model's parameters and inputs for NaN")
-    left, above = (_labels(names) for names in (rows, columns))
-    if max(label.width for label in above) > CELL:
-        above = [label.transpose(Image.Transpose.ROTATE_90) for label in above]
-    margin, top = max(label.width for label in left) + 8, max(label.height for label in above) + 8
-    sheet = Image.new("RGB", (margin + CELL * len(columns) + 8, top + CELL * len(rows) + 8), (255, 255, 255))
-    squares = _stretched(weights.clamp(0, 1), CELL, CELL)[..., None]  # (N · CELL, M · CELL, 1)
-    blue = torch.tensor([8.0, 48.0, 107.0])
-    sheet.paste(to_pil((255 + squares * (blue - 255)).round().permute(2, 0, 1)), (margin, top))
-    for i, label in enumerate(left):
-        sheet.paste(label, (margin - 4 - label.width, top + CELL * i + (CELL - label.height) // 2))
-    for i, label in enumerate(above):
-        sheet.paste(label, (margin + CELL * i + (CELL - label.width) // 2, top - 4 - label.height))
-    draw, end = ImageDraw.Draw(sheet), (margin + CELL * len(columns), top + CELL * len(rows))
-    for x in range(margin, end[0] + 1, CELL):
-        draw.line((x, top, x, end[1]), fill=(208, 208, 208))
-    for y in range(top, end[1] + 1, CELL):
-        draw.line((margin, y, end[0], y), fill=(208, 208, 208))
-    path.parent.mkdir(parents=True, exist_ok=True)
-    sheet.save(path)
-    return path
+    shown_rows, shown_columns = ([_shown(name) for name in names] for names in (rows, columns))
+    figure = _figure(CELL * len(columns), CELL * len(rows), layout=None)
+    axes = figure.add_axes((0, 0, 1, 1))  # the squares; the labels are outside
+    axes.pcolormesh(_numbers(weights), cmap="Blues", vmin=0, vmax=1, edgecolors="0.82", linewidth=0.5)
+    upwards = 90 if max(map(len, shown_columns)) > 2 else 0
+    axes.set_yticks(np.arange(len(rows)) + 0.5, shown_rows, parse_math=False)
+    axes.set_xticks(np.arange(len(columns)) + 0.5, shown_columns, rotation=upwards, parse_math=False)
+    axes.tick_params(length=0, top=True, labeltop=True, bottom=False, labelbottom=False)
+    axes.invert_yaxis()
+    return _save(figure, path)
 
 
-def confusion_matrix(counts: Tensor, names: list[str], path: Path) -> Path:
+def confusion_matrix(counts: Tensor, names: Sequence[str], path: Path) -> Path:
     """Write a PNG of a confusion matrix: a row for each label, a column for each class that a model chose.
 
-    A square shows its share of the row's items, white for 0, dark blue for 1. Row labels include the number of items.
+    A square shows its share of the row's items, light for 0, dark blue for 1. Row labels include the number of items.
 
     Args:
         counts: (C, C) integers: `counts[i, j]` items of class i were classified as j.
@@ -175,55 +148,40 @@ def confusion_matrix(counts: Tensor, names: list[str], path: Path) -> Path:
     return attention_map(counts / items.clamp(min=1)[:, None], rows, names, path)
 
 
-def _labels(names: list[str]) -> list[Image.Image]:
-    """Draw names in black on white, with the same height."""
-    from PIL import Image, ImageDraw, ImageFont
-
-    phonetic = _phonetic_font(14)
-    font = phonetic or ImageFont.load_default(14)
-    _, ascent, _, descent = font.getbbox("Ågjp", anchor="ls")
-    images = []
-    for i, name in enumerate(names):
-        # Pillow's default font lacks many letters: the label's number replaces such a name.
-        shown = name if phonetic is not None or name.isascii() else f"label {i}"
-        if not shown.isprintable():
-            shown = repr(shown)[1:-1]
-        elif not shown.strip():
-            shown = repr(shown)
-        image = Image.new("RGB", (max(1, math.ceil(font.getlength(shown))), round(descent - ascent)), (255, 255, 255))
-        ImageDraw.Draw(image).text((0, -ascent), shown, fill=(0, 0, 0), font=font, anchor="ls")
-        images.append(image)
-    return images
+_PIXELS: dict[str, Any] = {"aspect": "auto", "interpolation": "nearest"}
 
 
-def _phonetic_font(size: int = 10) -> ImageFont.FreeTypeFont | None:
-    """Return a font with the letters of the phonetic alphabet, or None."""
-    from PIL import ImageFont
+def _figure(width: float, height: float, layout: Any = "constrained") -> Figure:
+    from matplotlib.figure import Figure  # slow to import
 
-    matplotlib = find_spec("matplotlib")
-    folder = Path(matplotlib.origin).parent / "mpl-data/fonts/ttf" if matplotlib and matplotlib.origin else Path()
-    for name in ("DejaVuSans.ttf", str(folder / "DejaVuSans.ttf")):
-        try:
-            return ImageFont.truetype(name, size)
-        except OSError:
-            continue
-    return None
+    return Figure((width, height), layout=layout)
 
 
-def _brightness(features: Tensor) -> Tensor:
-    """Scale to 0 … 255, clipping the lowest and the highest hundredth."""
-    features = features.float()
-    low, high = (features.flatten().kthvalue(max(1, round(q * features.numel()))).values for q in (0.01, 0.99))
-    return ((features - low) / (high - low).clamp(min=1e-6)).clamp(0, 1) * 255
+def _width(features: Tensor) -> float:
+    """Return the width of the picture of an utterance, (T, F), in inches."""
+    return min(20.0, max(4.0, 0.04 * len(features)))
 
 
-def _stretched(picture: Tensor, down: int, across: int) -> Tensor:
-    """(height, width) -> (height · down, width · across)."""
-    return picture.repeat_interleave(down, 0).repeat_interleave(across, 1)
+def _draw_sound(axes: Any, features: Tensor, end: float) -> None:
+    """Draw a filterbank (T, F) from 0 to `end`, clipping the lowest and the highest hundredth."""
+    values = _numbers(features).T
+    low, high = np.quantile(values, (0.01, 0.99))
+    axes.imshow(values, origin="lower", cmap="gray", vmin=low, vmax=high, extent=(0, end, 0, len(values)), **_PIXELS)
+    axes.set_yticks([])
 
 
-def to_pil(picture: Tensor) -> Image.Image:
-    """Return (C, height, width) as an image of Pillow."""
-    from PIL import Image
+def _numbers(values: Tensor) -> Any:
+    return values.detach().float().cpu().numpy()
 
-    return Image.fromarray(picture.to(torch.uint8).permute(1, 2, 0).contiguous().cpu().numpy())
+
+def _shown(name: str) -> str:
+    """Return a label with escapes for what is not printable, in quotes if it is blank."""
+    return repr(name)[1:-1] if not name.isprintable() else name if name.strip() else repr(name)
+
+
+def _save(figure: Figure, path: Path) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Glyph .* missing from")  # the label then has a box
+        figure.savefig(path, dpi=100, bbox_inches="tight")
+    return path

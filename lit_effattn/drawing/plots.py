@@ -1,11 +1,10 @@
-"""Curves of runs, drawn by matplotlib (the extra `plots`) as SVG for an HTML page."""
+"""Curves of runs, drawn by matplotlib as SVG for an HTML page."""
 
 from __future__ import annotations
 
 import io
 import math
 from collections.abc import Sequence
-from importlib.util import find_spec
 from typing import Any, NamedTuple
 
 COLOURS = 6
@@ -31,19 +30,6 @@ class Curve(NamedTuple):
     y: Sequence[float]
     colour: int
     dashed: bool = False
-
-
-def check_available(what: str) -> None:
-    """Check that matplotlib is installed.
-
-    Args:
-        what: What needs it.
-
-    Raises:
-        ValueError: If it is not.
-    """
-    if find_spec("matplotlib") is None:
-        raise ValueError(f"{what} needs matplotlib: pip install 'lit-effattn[plots]'")
 
 
 def chart(curves: Sequence[Curve]) -> str | None:

@@ -156,12 +156,6 @@ def test_a_page_of_compare_replaces_none(tiny: Path, capsys):
     assert Path("mine.html").read_text() == "mine"
 
 
-def test_without_matplotlib_the_extra_is_named(tiny: Path, capsys, monkeypatch):
-    monkeypatch.setattr(plots, "find_spec", lambda _: None)
-    for args in (["report", "tiny"], ["compare", "runs/tiny", "--html", "page.html"]):
-        assert "needs matplotlib: pip install 'lit-effattn[plots]'" in fails(capsys, *args)
-
-
 def test_runs_are_found(tiny: Path, capsys):
     (run,) = (path.parent for path in Path("runs/tiny").glob("*/config.yaml"))
     best = (run / "checkpoints/best.ckpt").resolve()

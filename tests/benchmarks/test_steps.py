@@ -47,7 +47,7 @@ def test_the_bare_loop_learns_what_fit_learns(monkeypatch: pytest.MonkeyPatch, t
 
 @pytest.mark.exhaustive
 def test_table_of_fits(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    configs = [str(CONFIGS / f"digits_{kind}.yaml") for kind in ("linear", "softmax")]
+    configs = [str(CONFIGS / f"digits_{kind}.yaml") for kind in ("linear", "classes_linear")]
     words = ["--only", "saving", "--steps", "1", "--repeats", "2", "--device", "cpu"]
     command.main(["steps", *configs, "--flags", DIGITS, *words, "--output", str(tmp_path)])
     rows = json.loads((tmp_path / "steps.json").read_text(encoding="utf-8"))["rows"]

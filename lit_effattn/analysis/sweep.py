@@ -8,11 +8,10 @@ import os
 import re
 import subprocess
 import sys
-import threading
-from collections.abc import Callable, Sequence
-from concurrent.futures import CancelledError, ThreadPoolExecutor
+import time
+from collections.abc import Callable, Generator, Iterator, Sequence
+from itertools import count
 from pathlib import Path
-from queue import SimpleQueue
 
 import torch
 
@@ -42,10 +41,6 @@ _FIXED = ("seed_everything", "ckpt_path", "name", "trainer.default_root_dir")
 _BETWEEN = r",(?![^\[]*\])"
 """Separator of kinds: a comma outside brackets, as in linear,infinite:widths=[0.03,0.1]."""
 _RATE = "model.optimizer.lr"
-
-Child = Callable[[list[str], Path, "str | None", threading.Event], "tuple[int, str]"]
-"""Runs a command on a device and appends its output to a file, unless the sweep is stopping; returns its exit code and
-its error message."""
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -128,6 +123,46 @@ def write_tables(
     print(f"tables: {short(folder / 'table.md')}, {short(folder / 'table.csv')}")
 
 
+class Child:
+    """A process that runs `lit-effattn`.
+
+    Args:
+        args: The command and its arguments.
+        log: The file to which its output is appended.
+        device: Its CUDA device, or None for the default.
+    """
+
+    def __init__(self, args: list[str], log: Path, device: str | None) -> None:
+        environment = {**os.environ, **({} if device is None else {"CUDA_VISIBLE_DEVICES": device})}
+        command = [sys.executable, str(COMMAND), *args]  # with -m, modules of the current folder would come first
+        with log.open("ab") as output:
+            self._log, self._begin = log, output.tell()
+            self._process = subprocess.Popen(  # in its own session: Ctrl-C reaches only this process, which stops it
+                command, stdout=output, stderr=subprocess.STDOUT, env=environment, start_new_session=True
+            )
+
+    def poll(self) -> int | None:
+        """Return its exit code, negative for the signal that killed it; None while it runs."""
+        return self._process.poll()
+
+    def message(self) -> str:
+        """Return its error message, else its last line."""
+        if (code := self.wait()) < 0:
+            return f"killed by signal {-code}"
+        output = self._log.read_bytes()[self._begin :].decode(errors="replace")
+        lines = [line.strip() for line in output.splitlines() if line.strip()]
+        errors = [line.partition("error: ")[2] for line in lines if line.startswith("lit-effattn: error: ")]
+        return (errors or lines or [""])[-1]
+
+    def terminate(self) -> None:
+        """Stop it. It saves a checkpoint."""
+        self._process.terminate()
+
+    def wait(self) -> int:
+        """Wait until it has ended, and return its exit code."""
+        return self._process.wait()
+
+
 class Sweep:
     """Runs cells as child processes, and records the finished ones.
 
@@ -136,7 +171,7 @@ class Sweep:
         flags: Arguments of `fit` for all of them.
         kinds: Arguments of `fit` for each kind.
         devices: A device for each child process that runs at the same time; None is the default device.
-        child: Runs a command.
+        start: Starts a command on a device, whose output is appended to a file: see `Child`.
         trust: Class paths that the user trusts. A sweep may continue with others.
 
     Raises:
@@ -149,22 +184,14 @@ class Sweep:
         flags: list[str],
         kinds: dict[str, list[str]],
         devices: Sequence[str | None] = (None,),
-        child: Child | None = None,
+        start: Callable[[list[str], Path, str | None], Child] = Child,
         trust: Sequence[str] = (),
     ) -> None:
-        self.folder = folder
-        self.flags = flags
-        self.kinds = kinds
+        self.folder, self.flags, self.kinds = folder, flags, kinds
         self.outcomes: dict[Cell, Outcome] = {}
-        self._child = child or run_child
-        self._n_devices = len(devices)
-        self._devices: SimpleQueue[str | None] = SimpleQueue()
-        for device in devices:
-            self._devices.put(device)
-        self._trust = trust
+        self._start, self._devices, self._trust = start, devices, trust
         self._common = [*(arg for name in trust for arg in ("--trust", name)), "--trainer.enable_progress_bar=false"]
-        self._stopping = threading.Event()
-        self._lock = threading.Lock()
+        self._children: list[Child] = []
         recorded, self._done = read_record(folder / RECORD) if (folder / RECORD).is_file() else (flags, {})
         if recorded != flags:
             given = " ".join(recorded)
@@ -174,69 +201,75 @@ class Sweep:
 
     def run(self, cells: Sequence[Cell], *, test: bool = False) -> None:
         """Train all unfinished `cells`, and with `test` also test them."""
-        with ThreadPoolExecutor(self._n_devices) as pool:
-            try:
-                futures = [pool.submit(self._run_one, cell, test) for cell in cells]
-                for i, (cell, future) in enumerate(zip(cells, futures, strict=True), 1):
-                    self.outcomes[cell] = outcome = future.result()
-                    found = outcome.record and f"{outcome.record.monitor} {outcome.score:.4g}"
-                    text = f"[{i}/{len(cells)}] {cell}: {found or f'refused: {outcome.reason}'}"
-                    print(printable(text), flush=True)
-            except BaseException:
-                with _starting:
-                    self._stopping.set()
-                pool.shutdown(wait=False, cancel_futures=True)
-                _terminate_children()
-                raise
-
-    def _run_one(self, cell: Cell, test: bool) -> Outcome:
-        if cell in self.outcomes and self.outcomes[cell].record is None:
-            return self.outcomes[cell]
-        device = self._devices.get()
+        waiting, ended = list(cells), (f"[{i}/{len(cells)}]" for i in count(1))
+        running: dict[str | None, tuple[Iterator[Child], Child]] = {}  # by device
         try:
-            reason = self._fit(cell, device) or (self._test(cell, device) if test else None)
-        finally:
-            self._devices.put(device)
+            while waiting or running:
+                for device in self._devices:
+                    job, child = running.pop(device, (iter(()), None))
+                    if child is None or child.poll() is not None:  # the next command, of this cell or of the next ones
+                        while (child := next(job, None)) is None and waiting:
+                            job = self._job(waiting.pop(0), device, test, ended)
+                    if child is not None:
+                        running[device] = job, child
+                if all(child.poll() is None for _, child in running.values()):
+                    time.sleep(0.1 * bool(running))
+        except BaseException:
+            for child in self._children:
+                child.terminate()
+            for child in self._children:
+                child.wait()
+            raise
+
+    def _job(self, cell: Cell, device: str | None, test: bool, ended: Iterator[str]) -> Iterator[Child]:
+        """Run the commands of a cell that are not done: yield each child, and go on when it has ended."""
+        known = self.outcomes.get(cell)
+        if known is None or known.record is not None:
+            reason = None
+            for name in ("fit", "test")[: 1 + test]:
+                if reason is None and name not in self._done.get(str(cell), ()):  # done: its checkpoint may be deleted
+                    reason = yield from self._call(cell, name, device)
+            self.outcomes[cell] = self._outcome(cell, reason)
+        outcome = self.outcomes[cell]
+        found = outcome.record and f"{outcome.record.monitor} {outcome.score:.4g}"
+        print(printable(f"{next(ended)} {cell}: {found or f'refused: {outcome.reason}'}"), flush=True)
+
+    def _call(self, cell: Cell, name: str, device: str | None) -> Generator[Child, None, str | None]:
+        """Run `fit`, which resumes the newest run, or `test`. Return the reason for a failure."""
+        own = self.folder / str(cell)
+        if name == "fit":
+            run = self._newest(cell)
+            args = ["fit", *self.flags, *self.kinds[cell.kind], f"--{_RATE}", repr(cell.rate)]
+            args += ["--seed_everything", str(cell.seed), "--trainer.default_root_dir", str(own)]
+            args += [] if run is None else ["--ckpt_path", str(run)]
+        else:
+            try:
+                args = ["test", "--ckpt_path", str(find_checkpoint("best", own))]
+            except FileNotFoundError:
+                return "it has no best.ckpt to test: the validation metric was never finite"
+        own.mkdir(parents=True, exist_ok=True)
+        child = self._start([*args, *self._common], own / "output.txt", device)
+        self._children.append(child)
+        yield child
+        self._children.remove(child)
+        code = child.poll() or 0
+        if (number := code - 128 if code > 128 else -code) in SIGNALS:  # -15: before it handled signals
+            raise Stopped(number)
+        if code:
+            return child.message() or f"exit code {code}"
+        if self._newest(cell) is None:
+            return "it wrote no checkpoint"
+        self._done.setdefault(str(cell), []).append(name)
+        with whole(self.folder / RECORD) as part:
+            part.write_text(json.dumps({"flags": self.flags, "done": self._done}, indent=1), encoding="utf-8")
+        return None
+
+    def _outcome(self, cell: Cell, reason: str | None) -> Outcome:
         run = self._newest(cell)
         if reason is not None or run is None:
             return Outcome(None, reason or "its checkpoints were deleted")
         record = read_run(run, trust=self._trust)
         return Outcome(None, record.remark) if record.remark else Outcome(record, None)
-
-    def _fit(self, cell: Cell, device: str | None) -> str | None:
-        """Train, or resume training. Return the reason for a failure."""
-        args = ["fit", *self.flags, *self.kinds[cell.kind], f"--{_RATE}", repr(cell.rate)]
-        args += ["--seed_everything", str(cell.seed), "--trainer.default_root_dir", str(self.folder / str(cell))]
-        run = self._newest(cell)
-        return self._call(cell, [*args, *([] if run is None else ["--ckpt_path", str(run)])], device)
-
-    def _test(self, cell: Cell, device: str | None) -> str | None:
-        """Test the best checkpoint. Return the reason for a failure."""
-        if "test" in self._done.get(str(cell), ()):  # its checkpoint may have been deleted since
-            return None
-        try:
-            best = find_checkpoint("best", self.folder / str(cell))
-        except FileNotFoundError:
-            return "it has no best.ckpt to test: the validation metric was never finite"
-        return self._call(cell, ["test", "--ckpt_path", str(best)], device)
-
-    def _call(self, cell: Cell, args: list[str], device: str | None) -> str | None:
-        """Run the command `args[0]` unless it is done. Return the reason for a failure."""
-        if args[0] in self._done.get(str(cell), ()):
-            return None
-        (self.folder / str(cell)).mkdir(parents=True, exist_ok=True)
-        log = self.folder / str(cell) / "output.txt"
-        code, message = self._child([*args, *self._common], log, device, self._stopping)
-        if (number := code - 128 if code > 128 else -code) in SIGNALS:  # -15: before it handled signals
-            raise Stopped(number)
-        if code:
-            return message or f"exit code {code}"
-        if self._newest(cell) is None:
-            return "it wrote no checkpoint"
-        with self._lock, whole(self.folder / RECORD) as part:  # a thread for each device
-            self._done.setdefault(str(cell), []).append(args[0])
-            part.write_text(json.dumps({"flags": self.flags, "done": self._done}, indent=1), encoding="utf-8")
-        return None
 
     def _newest(self, cell: Cell) -> Path | None:
         """Return the folder of the cell's newest run that has a checkpoint."""
@@ -260,54 +293,6 @@ def read_record(path: Path) -> tuple[list[str], dict[str, list[str]]]:
     except (ValueError, TypeError, LookupError, AttributeError) as error:
         raise ValueError(f"{path} is not the record of a sweep: {error}; give another --output") from error
     return flags, done
-
-
-_children: set[subprocess.Popen[bytes]] = set()
-_starting = threading.Lock()
-"""Held while a child starts, and when a sweep begins to stop: it then starts no child that it does not stop."""
-
-
-def run_child(args: list[str], log: Path, device: str | None, stopping: threading.Event) -> tuple[int, str]:
-    """Run `lit-effattn` with `args` as a child process.
-
-    Args:
-        args: The command and its arguments.
-        log: The file to which its output is appended.
-        device: Its CUDA device, or None for the default.
-        stopping: Set by a sweep that stops.
-
-    Returns:
-        Its exit code, negative for the signal that killed it, and its error message.
-
-    Raises:
-        CancelledError: If the sweep is stopping.
-    """
-    environment = {**os.environ, **({} if device is None else {"CUDA_VISIBLE_DEVICES": device})}
-    with log.open("ab") as output:
-        start = output.tell()
-        command = [sys.executable, str(COMMAND), *args]  # with -m, modules of the current folder would come first
-        with _starting:
-            if stopping.is_set():
-                raise CancelledError
-            child = subprocess.Popen(  # in its own session: Ctrl-C reaches only this process, which stops the child
-                command, stdout=output, stderr=subprocess.STDOUT, env=environment, start_new_session=True
-            )
-            _children.add(child)
-        try:
-            code = child.wait()
-        finally:
-            _children.discard(child)
-    lines = [line.strip() for line in log.read_bytes()[start:].decode(errors="replace").splitlines() if line.strip()]
-    errors = [line.partition("error: ")[2] for line in lines if line.startswith("lit-effattn: error: ")]
-    return code, f"killed by signal {-code}" if code < 0 else (errors or lines or [""])[-1]
-
-
-def _terminate_children() -> None:
-    """Stop the child processes, which save a checkpoint."""
-    for child in list(_children):
-        child.terminate()
-    for child in list(_children):
-        child.wait()
 
 
 def parse_kind(text: str) -> tuple[str, list[str]]:

@@ -4,11 +4,10 @@ import csv
 import io
 import signal
 import subprocess
-from concurrent.futures import CancelledError, ThreadPoolExecutor
-from itertools import pairwise
+from collections.abc import Iterable
+from itertools import pairwise, repeat
 from pathlib import Path
 from statistics import mean, stdev
-from threading import Event
 from typing import Any
 
 import lightning.pytorch as pl
@@ -18,18 +17,16 @@ import yaml
 
 from lit_effattn.analysis.sweep import (
     RECORD,
+    Child,
     Sweep,
-    _children,
     _devices,
     _rates,
-    _terminate_children,
     parse_kind,
     read_record,
-    run_child,
     sweep,
     write_tables,
 )
-from lit_effattn.analysis.sweep_tables import Cell, best_rate
+from lit_effattn.analysis.sweep_tables import Cell, Outcome, best_rate
 from lit_effattn.callbacks import CostLog
 from lit_effattn.checkpoints.runs import new_folder
 from lit_effattn.cli import main
@@ -48,6 +45,30 @@ RATES = (0.001, 0.01)
 FLAGS = ["--config", "tiny.yaml", "--trainer.enable_model_summary", "false"]
 
 
+class Ended:
+    """A child process that has ended.
+
+    Args:
+        code: Its exit code.
+        reason: Its message.
+    """
+
+    def __init__(self, code: int = 0, reason: str = "") -> None:
+        self.code, self.reason = code, reason
+
+    def poll(self) -> int:
+        return self.code
+
+    def message(self) -> str:
+        return self.reason
+
+    def terminate(self) -> None:
+        pass
+
+    def wait(self) -> int:
+        return self.code
+
+
 class Children:
     """Runs commands in this process; the one with the number `stopped` gets SIGTERM after its second step."""
 
@@ -55,7 +76,7 @@ class Children:
         self.calls: list[list[str]] = []
         self.stopped: int | None = None
 
-    def __call__(self, args: list[str], log: Path, device: str | None, stopping: Event) -> tuple[int, str]:
+    def __call__(self, args: list[str], log: Path, device: str | None) -> Ended:
         self.calls.append(args)
         try:
             with pytest.MonkeyPatch.context() as patch:
@@ -63,8 +84,8 @@ class Children:
                     patch.setattr(CostLog, "on_train_batch_end", _stop)
                 main(args)
         except SystemExit as end:
-            return int(end.code or 0), "its reason"
-        return 0, ""
+            return Ended(int(end.code or 0), "its reason")
+        return Ended()
 
 
 def _stop(_: CostLog, trainer: pl.Trainer, *__: Any) -> None:
@@ -84,24 +105,27 @@ def checkpoints(folder: Path) -> None:
         (run / name).touch()
 
 
-class InThisThread:
-    """In place of a ThreadPoolExecutor: signals reach only the main thread."""
+def starting(codes: Iterable[int] = repeat(0)) -> tuple[list[list[str]], Any]:
+    """Return a list of calls, and a function that adds to it and writes checkpoints in place of a run."""
+    calls: list[list[str]] = []
+    ends = iter(codes)
 
-    def __init__(self, _: int) -> None:
-        pass
+    def start(args: list[str], log: Path, device: str | None) -> Ended:
+        calls.append(args)
+        checkpoints(log.parent)
+        return Ended(next(ends))
 
-    def __enter__(self) -> "InThisThread":
-        return self
+    return calls, start
 
-    def __exit__(self, *_: object) -> None:
-        pass
 
-    def submit(self, function: Any, *args: Any) -> Any:
-        outcome = function(*args)
-        return type("Done", (), {"result": lambda self: outcome})()
-
-    def shutdown(self, **_: Any) -> None:
-        pass
+def call(made: Sweep, cell: Cell, name: str) -> str | None:
+    """Run one command of a cell, and return the reason for its failure."""
+    steps = made._call(cell, name, None)
+    while True:
+        try:
+            next(steps)
+        except StopIteration as end:
+            return end.value
 
 
 @pytest.fixture(scope="module")
@@ -110,15 +134,14 @@ def swept(tmp_path_factory: pytest.TempPathFactory) -> Any:
     with pytest.MonkeyPatch.context() as patch:
         folder = tmp_path_factory.mktemp("sweep")
         patch.chdir(folder)
-        patch.setattr("lit_effattn.analysis.sweep.ThreadPoolExecutor", InThisThread)
         Path("tiny.yaml").write_text(yaml.safe_dump(CONFIG))
         children = Children()
         children.stopped = 2
         with pytest.raises(Stopped) as stopped:
-            Sweep(Path("out"), FLAGS, KINDS, child=children).run(cells(RATES, 1))
+            Sweep(Path("out"), FLAGS, KINDS, start=children).run(cells(RATES, 1))
         assert stopped.value.code == 143
         before = len(children.calls)
-        sweep = Sweep(Path("out"), FLAGS, KINDS, child=children)
+        sweep = Sweep(Path("out"), FLAGS, KINDS, start=children)
         sweep.run(cells(RATES, 1))
         chosen = {"LinearAttention": best_rate("LinearAttention", sweep.outcomes)}
         assert best_rate("Missing", sweep.outcomes) is None
@@ -171,17 +194,12 @@ def test_the_table_has_means_and_deviations_over_seeds_and_the_refusals(swept):
     assert " ± " in text
 
 
-def test_two_classes_of_one_name_do_not_share_their_runs(tmp_path: Path):
-    calls: list[list[str]] = []
-
-    def child(args: list[str], log: Path, device: str | None, stopping: Event) -> tuple[int, str]:
-        calls.append(args)
-        checkpoints(log.parent)
-        return 0, ""
-
+def test_two_classes_of_one_name_do_not_share_their_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    calls, start = starting()
+    monkeypatch.setattr(Sweep, "_outcome", lambda self, cell, reason: Outcome(None, "not read here"))
     for kind in ("a.Mine", "b.Mine", "a.Mine"):
         name, flags = parse_kind(kind)
-        assert Sweep(tmp_path, FLAGS, {name: flags}, child=child)._fit(Cell(name, 0.1, 0), None) is None
+        Sweep(tmp_path, FLAGS, {name: flags}, start=start).run([Cell(name, 0.1, 0)])
     assert [kind for call in calls for kind in ("a.Mine", "b.Mine") if kind in call] == ["a.Mine", "b.Mine"]
 
 
@@ -206,9 +224,10 @@ def test_compare_shows_what_differs_and_what_it_costs(swept, monkeypatch, capsys
 
 
 def test_a_childs_error_is_returned(tmp_path):
-    code, message = run_child(["nonsense"], tmp_path / "output.txt", None, Event())
-    assert code == 2
-    assert message.startswith("'nonsense' is not a command")
+    (tmp_path / "output.txt").write_text("lit-effattn: error: of an earlier child\n")
+    child = Child(["nonsense"], tmp_path / "output.txt", None)
+    assert child.wait() == child.poll() == 2
+    assert child.message().startswith("'nonsense' is not a command")
 
 
 def test_names_of_kinds():
@@ -243,11 +262,11 @@ def test_options_of_kinds():
 def test_commas_within_brackets_divide_no_kinds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     asked = []
 
-    def child(args: list[str], log: Path, device: str | None, stopping: Event) -> tuple[int, str]:
+    def start(args: list[str], log: Path, device: str | None) -> Ended:
         asked.append(args)
-        return 1, "not now"
+        return Ended(1, "not now")
 
-    monkeypatch.setattr("lit_effattn.analysis.sweep.run_child", child)
+    monkeypatch.setattr(Sweep.__init__, "__defaults__", ((None,), start, ()))
     kinds = "infinite:widths=[0.03,0.1],linear"
     with pytest.raises(ValueError, match=r"no run has succeeded; InfiniteAttention_widths=.*_lr0.001_seed0: .*not now"):
         sweep(["--config", "mqar_linear", "--kinds", kinds, "--lr", "1e-3", "--seeds", "1", "--output", str(tmp_path)])
@@ -306,66 +325,45 @@ def test_wrong_arguments_are_named_before_the_first_run(tmp_path: Path, monkeypa
     assert not (tmp_path / "runs").exists()
 
 
-def test_children_have_their_device_and_are_stopped_with_the_sweep(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """Instead of the command: Python, which writes its device and then sleeps."""
-    say = "import os, time; print(os.environ['CUDA_VISIBLE_DEVICES'], flush=True); time.sleep(20)"
-    start = subprocess.Popen
-    monkeypatch.setattr(subprocess, "Popen", lambda command, **how: start([command[0], "-c", say], **how))
-    with ThreadPoolExecutor(1) as pool:
-        result = pool.submit(run_child, ["fit"], tmp_path / "log", "3", Event())
-        # The child may write before the thread that started it has noted it.
-        while not _children or not (tmp_path / "log").is_file() or "\n" not in (tmp_path / "log").read_text():
-            assert not result.done()
-        _terminate_children()
-        assert result.result() == (-signal.SIGTERM, f"killed by signal {signal.SIGTERM:d}")
-    assert (tmp_path / "log").read_text() == "3\n"
+def test_children_run_side_by_side_and_are_stopped_with_the_sweep(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Instead of the command: Python, which writes its device and then sleeps, or ends if this is its second cell."""
+    say = "import os, time; print(os.environ['CUDA_VISIBLE_DEVICES'], flush=True); time.sleep(60)"
+    start, children = subprocess.Popen, []
+
+    def popen(command: list[str], **how: Any) -> Any:
+        children.append(start([command[0], "-c", say], **how))
+        return children[-1]
+
+    def sleep(_: float) -> None:
+        logs = [tmp_path / str(cell) / "output.txt" for cell in cells[:2]]
+        if all(log.is_file() and "\n" in log.read_text() for log in logs):
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(subprocess, "Popen", popen)
+    monkeypatch.setattr("time.sleep", sleep)
+    cells = [Cell("LinearAttention", rate, 0) for rate in (0.1, 0.2, 0.3)]
+    with pytest.raises(KeyboardInterrupt):
+        Sweep(tmp_path, FLAGS, KINDS, ("3", "5")).run(cells)
+    assert [child.returncode for child in children] == [-signal.SIGTERM] * 2
+    assert [(tmp_path / str(cell) / "output.txt").read_text() for cell in cells[:2]] == ["3\n", "5\n"]
 
 
-def test_a_sweep_that_is_stopping_starts_no_child(tmp_path: Path):
-    stopping = Event()
-    stopping.set()
-    with pytest.raises(CancelledError):
-        run_child(["nonsense"], tmp_path / "log", None, stopping)
-
-
-def test_a_child_that_is_being_started_is_stopped_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    starting, codes, start = Event(), [], subprocess.Popen
-
-    def child(args: list[str], log: Path, device: str | None, stopping: Event) -> tuple[int, str]:
-        def slow(command: list[str], **how: Any) -> Any:
-            starting.set()
-            assert not stopping.wait(1)
-            return start([command[0], "-c", "import time; time.sleep(20)"], **how)
-
-        if "0.1" in args:
-            starting.wait(60)
-            raise OSError("no space left")
-        monkeypatch.setattr(subprocess, "Popen", slow)
-        codes.append(run_child(args, log, device, stopping)[0])
-        return 1, ""
-
-    monkeypatch.setattr("lit_effattn.analysis.sweep.ThreadPoolExecutor", ThreadPoolExecutor)  # `swept` replaces it
-    cells = [Cell("LinearAttention", rate, 0) for rate in (0.1, 0.2)]
-    with pytest.raises(OSError, match="no space left"):
-        Sweep(tmp_path, FLAGS, KINDS, ("0", "1"), child).run(cells)
-    assert codes == [-signal.SIGTERM]
+def test_a_killed_child_says_so(tmp_path: Path):
+    child = Child(["--help"], tmp_path / "log", None)
+    child.terminate()
+    assert (child.wait(), child.message()) == (-signal.SIGTERM, f"killed by signal {signal.SIGTERM:d}")
 
 
 def test_a_stopped_child_is_not_done(tmp_path: Path):
     """Also in its test, and before it handles signals."""
     stops = (143, 138, 130, 129, -signal.SIGTERM)
-    cell, codes = Cell("LinearAttention", 0.1, 0), iter([0, *stops, 0])
-
-    def child(args: list[str], log: Path, device: str | None, stopping: Event) -> tuple[int, str]:
-        checkpoints(log.parent)
-        return next(codes), ""
-
+    cell, (_, start) = Cell("LinearAttention", 0.1, 0), starting([0, *stops, 0])
     for code in stops:
         with pytest.raises(Stopped) as stopped:
-            Sweep(tmp_path, [], KINDS, child=child)._run_one(cell, True)
+            Sweep(tmp_path, [], KINDS, start=start).run([cell], test=True)
         assert stopped.value.code == (code if code > 0 else 143)
         assert read_record(tmp_path / RECORD)[1] == {str(cell): ["fit"]}
-    assert Sweep(tmp_path, [], KINDS, child=child)._test(cell, None) is None
+    assert call(Sweep(tmp_path, [], KINDS, start=start), cell, "test") is None
     assert read_record(tmp_path / RECORD)[1] == {str(cell): ["fit", "test"]}
 
 
@@ -373,26 +371,18 @@ def test_a_fit_that_writes_no_checkpoint_is_tried_again(tmp_path: Path):
     """Its exit code is 0, as that of `--trainer.fast_dev_run 1`."""
     cell = Cell("LinearAttention", 0.1, 0)
     for _ in range(2):
-        made = Sweep(tmp_path, [], KINDS, child=lambda *_: (0, ""))
-        assert made._fit(cell, None) == "it wrote no checkpoint"
+        made = Sweep(tmp_path, [], KINDS, start=lambda *_: Ended())
+        assert call(made, cell, "fit") == "it wrote no checkpoint"
     assert not (tmp_path / RECORD).exists()
 
 
 def test_what_is_trusted_is_trusted_in_tests_too(tmp_path: Path):
-    calls: list[list[str]] = []
-
-    def child(args: list[str], log: Path, device: str | None, stopping: Event) -> tuple[int, str]:
-        calls.append(args)
-        checkpoints(log.parent)
-        return 0, ""
-
-    cell = Cell("LinearAttention", 0.1, 0)
-    made = Sweep(tmp_path / "out", [], KINDS, child=child, trust=["mine.Task", "mine.Data"])
-    made._fit(cell, None)
-    made._test(cell, None)
-    assert [call[0] for call in calls] == ["fit", "test"]
-    for call in calls:
-        assert [value for flag, value in pairwise(call) if flag == "--trust"] == ["mine.Task", "mine.Data"]
+    (calls, start), cell = starting(), Cell("LinearAttention", 0.1, 0)
+    made = Sweep(tmp_path / "out", [], KINDS, start=start, trust=["mine.Task", "mine.Data"])
+    assert [call(made, cell, name) for name in ("fit", "test")] == [None, None]
+    assert [args[0] for args in calls] == ["fit", "test"]
+    for args in calls:
+        assert [value for flag, value in pairwise(args) if flag == "--trust"] == ["mine.Task", "mine.Data"]
 
 
 def test_a_record_of_something_else(tmp_path: Path):

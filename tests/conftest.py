@@ -20,6 +20,8 @@ if not torch.cuda.is_available():
 # A shell's background job ignores SIGINT, and so do its children: tests that send one need the default handler.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
+os.fsync = lambda descriptor: None  # no test loses power; to wait for the disk took 5 ms a file
+
 for _device in (torch.cuda, torch.mtia, torch.xpu):
     if not _device.is_available():  # torch.manual_seed would keep a stack trace for each: 1 ms a call
         _device.manual_seed_all = lambda seed: None

@@ -26,8 +26,8 @@ from lit_effattn.datamodules.common.sampling import loader_options
 from lit_effattn.tasks import LanguageModel, PixelModel
 from lit_effattn.tasks.schedules import WarmupCosine
 from tests.callbacks.tiny import trainer
-from tests.faults.cases import pairwise
 from tests.faults.comparison import BEST, compare_checkpoints, compare_logs, read_log, remains
+from tests.support.cases import pairwise
 
 EPOCHS = 3
 CELLS = pairwise(

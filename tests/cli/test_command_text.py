@@ -357,7 +357,7 @@ def interrupted(root: str, step: int, number: int, *args: str) -> Any:
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("processes", [pytest.param([], marks=pytest.mark.exhaustive), TWO], ids=["one", "two"])
+@pytest.mark.parametrize("processes", [[], pytest.param(TWO, marks=pytest.mark.exhaustive)], ids=["one", "two"])
 def test_a_killed_run_goes_on_with_the_memory_it_had(processes: list[str]):
     ends("fit", "--config", "tiny.yaml", "--trainer.default_root_dir", "whole", *LONG, *processes)
     saving = ["--checkpoint.every_n_train_steps", "2"]

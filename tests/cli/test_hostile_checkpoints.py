@@ -28,6 +28,7 @@ from lit_effattn.checkpoints.trust import NotAllowedError, find
 from lit_effattn.checkpoints.weights_files import write_weights_file
 from lit_effattn.cli import main
 from lit_effattn.tasks import Task
+from tests.support.cases import one_of_each
 from tests.support.checkpoint_parts import divide
 from tests.support.commands import fails, spec
 from tests.support.hostile import NAMES, PAYLOADS, beside_evil, nothing_happened
@@ -80,15 +81,17 @@ def test_10_000_payloads_at_the_places_of_a_model():
     assert ends["refused"] > 5_000
 
 
+every_part = pytest.mark.parametrize("n", [12, pytest.param(60, marks=pytest.mark.exhaustive)])
 EVERYTHING = ["hyper_parameters", "callbacks", "loops", "optimizer_states", "lr_schedulers", "state_dict", "logged"]
 
 
-def test_every_part_of_a_checkpoint_in_every_container():
+@every_part
+def test_every_part_of_a_checkpoint_in_every_container(n: int):
     """A file, a sharded folder, safetensors: `load_from_checkpoint` and `generate` refuse, or use the model alone."""
     original = torch.load(checkpoint("pixels"), weights_only=True)
     assert {*EVERYTHING} <= original.keys() | {"logged"}
     choose, parts = random.Random(1), sorted(original)
-    for i, payload in enumerate(choose.sample(PAYLOADS, 60)):
+    for i, payload in enumerate(choose.sample(PAYLOADS, n)):
         content = {**original, parts[i % len(parts)]: payload}
         torch.save(content, "it.ckpt")
         folder = divide(content, Path(f"{i}.ckpt"), 2) if isinstance(content["state_dict"], dict) else None
@@ -98,14 +101,15 @@ def test_every_part_of_a_checkpoint_in_every_container():
             assert nothing_happened(), (parts[i % len(parts)], payload)
 
 
-def test_every_part_of_the_metadata_of_a_safetensors_file():
+@every_part
+def test_every_part_of_the_metadata_of_a_safetensors_file(n: int):
     content = torch.load(checkpoint("pixels"), weights_only=True)
     arguments = {k: v for k, v in content["hyper_parameters"].items() if not k.startswith("_")}
     model = {"class_path": content["hyper_parameters"]["_class_path"], "init_args": arguments}
     path = Path("x.safetensors")
     write_weights_file(path, content["state_dict"], model, "0", content)
     about, weights = metadata(path), load_file(path)
-    for payload in random.Random(2).sample(PAYLOADS, 60):
+    for payload in random.Random(2).sample(PAYLOADS, n):
         for changed in (
             {**about, "model": payload},
             {**about, "checkpoint": payload},
@@ -134,7 +138,7 @@ EDITS = {
 }
 
 
-@pytest.mark.parametrize("edit", EDITS)
+@pytest.mark.parametrize("edit", one_of_each(EDITS, lambda _: "", str))
 def test_every_way_from_a_file_to_a_model_refuses_it(edit: str, capsys: pytest.CaptureFixture[str]):
     path = edited(lambda content: EDITS[edit](content["hyper_parameters"]))
     Path("data.yaml").write_text(yaml.safe_dump({"data": SETTINGS["pixels"]["data"]}))
@@ -197,7 +201,7 @@ HOSTILE = [
 ]
 
 
-@pytest.mark.parametrize("config", HOSTILE, ids=["model", "data", "trainer", "folder", "files"])
+@pytest.mark.parametrize("config", one_of_each(HOSTILE, lambda _: "", lambda config: f"{HOSTILE.index(config)}"))
 def test_the_configuration_of_somebody_elses_run_is_not_read(config: Any, capsys: pytest.CaptureFixture[str]):
     path = hostile_run(config)
     for command in ("fit", "validate", "test", "predict"):
@@ -209,7 +213,7 @@ def test_the_configuration_of_somebody_elses_run_is_not_read(config: Any, capsys
     assert nothing_happened()
 
 
-@pytest.mark.parametrize("hide", ["precious", RUN])
+@pytest.mark.parametrize("hide", ["precious", pytest.param(RUN, marks=pytest.mark.exhaustive)])
 def test_no_folder_that_a_callback_remembers_is_deleted(hide: str):
     """Lightning deletes `kth_best_model_path`, and all that is in it, when it has saved a better one."""
     Path("precious").mkdir()

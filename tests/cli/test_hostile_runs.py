@@ -77,6 +77,8 @@ def test_lightnings_way_to_build_data_is_closed():
 # --------------------------------------------------------------------------------------- modules of the current folder
 
 
+@pytest.mark.exhaustive
+@pytest.mark.processes
 def test_modules_of_the_current_folder_do_not_hide_those_of_python():
     """In the processes that a sweep starts."""
     for name in ("argparse", "json", "opt_einsum", "pynvml", "select"):

@@ -30,7 +30,7 @@ from typing import Any
 import torch
 
 from tests.faults import signals
-from tests.faults.cases import DIMENSIONS, EPOCHS, TRUST, Settings, newest, pairwise, start, write_data
+from tests.faults.cases import DIMENSIONS, EPOCHS, TRUST, Settings, newest, start, write_data
 from tests.faults.comparison import (
     compare_best,
     compare_checkpoints,
@@ -40,6 +40,7 @@ from tests.faults.comparison import (
     unreadable,
 )
 from tests.faults.processes import Run, in_fork
+from tests.support.cases import pairwise
 
 EXIT_CODES = {"kill": -9, "term": 143, "stop": 0}
 HOOKS = (
@@ -273,16 +274,11 @@ def stop_at(moment: str, settings: Settings) -> dict[str, Any]:
     return {"moment": hook, "epoch": epoch, "batch": batch}
 
 
-def kills(
-    rng: random.Random, tasks: tuple[str, ...], only: str | None = None
-) -> Iterator[tuple[Settings, list[Interruption]]]:
-    """Yield trials without end: a third of them killed at random times, a quarter with two processes.
-
-    With `only`, all are killed at that moment; those that are killed again, at any.
-    """
+def kills(rng: random.Random, tasks: tuple[str, ...]) -> Iterator[tuple[Settings, list[Interruption]]]:
+    """Yield trials without end: a third of them killed at random times, a quarter with two processes."""
     named = [m for m in MOMENTS if m != MOMENTS[0]]
     for i in count():
-        moment = only or (MOMENTS[0] if i % 3 == 2 else named[(i - i // 3) % len(named)])
+        moment = MOMENTS[0] if i % 3 == 2 else named[(i - i // 3) % len(named)]
         settings = rng.choice(VARIANTS[1:2] if "window" in moment else VARIANTS)
         settings = replace(
             settings, task=tasks[(i + i // 12) % len(tasks)], processes=2 if (i + i // 4) % 4 == 3 else 1
@@ -347,40 +343,24 @@ def parse(args: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m tests.faults", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--kills", type=int, metavar="N", help="number of kills (default: 100)")
+    parser.add_argument("--kills", type=int, metavar="N", help="number of kills (default: 100, with --cells 0)")
     parser.add_argument("--cells", action="store_true", help="the orderly stops; with --kills N, both")
-    parser.add_argument("--quick", action="store_true", help="a few stops and kills of one process, under a minute")
     parser.add_argument("--signals", action="store_true", help="send signals to all commands instead")
     parser.add_argument("--seed", type=int, default=0, help="seed of the kills (default: 0)")
     parser.add_argument("--only", choices=DIMENSIONS["task"], help="one task")
-    parser.add_argument("--moment", choices=MOMENTS, help="kill each run first at this moment (default: at any)")
-    parser.add_argument("--processes", type=int, choices=DIMENSIONS["processes"], help="of each run (default: both)")
     parser.add_argument("--sharded", action="store_true", help="divide all models between two processes")
     parser.add_argument("--asynchronous", action="store_true", help="all runs train while a checkpoint is written")
-    parser.add_argument("--keep", type=Path, metavar="FOLDER", help="keep all runs in this new folder")
-    options = parser.parse_args(args)
-    options.processes = options.processes or (1 if options.quick else 2 if options.sharded else None)
-    if options.quick and options.processes == 2:
-        parser.error("--quick has runs of one process; give --kills N instead")
-    if options.sharded and options.processes == 1:
-        parser.error("--sharded divides a model between two processes; leave --quick and --processes 1 out")
-    return options
+    return parser.parse_args(args)
 
 
 def trials(options: argparse.Namespace, done: list[Outcome]) -> Iterator[tuple[Settings, list[Interruption]]]:
     """Yield the trials that the options ask for. A later kill of a run may not come, so those in `done` are counted."""
     tasks = (options.only,) if options.only else DIMENSIONS["task"]
-    stops = list(cells()) if options.cells or options.quick else []
-    n_kills = options.kills
-    if n_kills is None:
-        n_kills = 8 if options.quick else 0 if options.cells else 100
-    allowed = (options.processes,) if options.processes else DIMENSIONS["processes"]
-    stops = [trial for trial in stops if trial[0].task in tasks and trial[0].processes in allowed]
-    killed = kills(random.Random(options.seed), tasks, options.moment)
-    killed = (trial for trial in killed if trial[0].processes in allowed)
-    if options.quick:  # three or four stops
-        stops = stops[:: -(-len(stops) // 4) or 1]
-    yield from stops
+    processes = (2,) if options.sharded else DIMENSIONS["processes"]
+    n_kills = (0 if options.cells else 100) if options.kills is None else options.kills
+    if options.cells:
+        yield from (trial for trial in cells() if trial[0].task in tasks and trial[0].processes in processes)
+    killed = (trial for trial in kills(random.Random(options.seed), tasks) if trial[0].processes in processes)
     while sum(i.act == "kill" for outcome in done for i, _ in outcome.interruptions) < n_kills:
         yield next(killed)
 
@@ -388,8 +368,7 @@ def trials(options: argparse.Namespace, done: list[Outcome]) -> Iterator[tuple[S
 def main(args: list[str]) -> int:
     """Run the harness; return the exit code."""
     options = parse(args)
-    folder = options.keep or Path(tempfile.mkdtemp(prefix="faults-"))
-    folder.mkdir(parents=True, exist_ok=True)
+    folder = Path(tempfile.mkdtemp(prefix="faults-"))
     begun = time.monotonic()
     outcomes: list[Outcome] = []
     os.chdir(folder)
@@ -408,7 +387,7 @@ def main(args: list[str]) -> int:
     print(f"{len(outcomes)} runs in {time.monotonic() - begun:.0f} s; {failed} of them not exact")
     if failed:
         print(f"The runs that are not exact are kept in {folder}")
-    elif not options.keep:
+    else:
         shutil.rmtree(folder)
     return int(failed > 0)
 

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import math
-import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
-from itertools import combinations, product
 from pathlib import Path
 from typing import Any
 
@@ -241,29 +239,3 @@ def newest(folder: Path) -> Path | None:
         return find_checkpoint("last", folder / "runs").parent.parent
     except FileNotFoundError:
         return None
-
-
-def pairwise(dimensions: Mapping[str, Sequence[Any]], expensive: str = "") -> list[dict[str, Any]]:
-    """Return cells that contain every pair of values of every two dimensions; greedy, and always the same.
-
-    Of equally good cells, that with the first value of the dimension `expensive` is taken, and then a random one.
-
-    Example:
-        >>> cells = pairwise({"a": (0, 1), "b": (0, 1), "c": (0, 1)})
-        >>> len(cells), {(cell["a"], cell["c"]) for cell in cells} == {(0, 0), (0, 1), (1, 0), (1, 1)}
-        (4, True)
-    """
-    candidates = [dict(zip(dimensions, cell, strict=True)) for cell in product(*dimensions.values())]
-    random.Random(0).shuffle(candidates)
-    if expensive:
-        candidates.sort(key=lambda cell: dimensions[expensive].index(cell[expensive]))
-
-    def pairs(cell: dict[str, Any]) -> set[Any]:
-        return set(combinations(cell.items(), 2))
-
-    missing, cells = set().union(*map(pairs, candidates)), []
-    while missing:
-        best = max(candidates, key=lambda cell: len(pairs(cell) & missing))
-        missing -= pairs(best)
-        cells.append(best)
-    return cells

@@ -19,9 +19,10 @@ from pathlib import Path
 import torch
 
 from lit_effattn.settings import trainer as settings_of_trainer
-from tests.faults.cases import TRUST, Settings, newest, pairwise, start
+from tests.faults.cases import TRUST, Settings, newest, start
 from tests.faults.moments import RELEASED, hold
 from tests.faults.processes import Run, in_fork
+from tests.support.cases import pairwise
 
 MOMENTS: dict[tuple[str, str], tuple[dict[str, object], int | None]] = {
     ("fit", "sanity check"): ({"moment": "sanity_check"}, None),

@@ -1,6 +1,8 @@
 """Parameters of tests of which `make test` runs some, and `make test-all` all."""
 
-from collections.abc import Callable, Iterable
+import random
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import combinations, product
 from typing import Any
 
 import pytest
@@ -33,3 +35,24 @@ def of_kinds(cases: Iterable[Any]) -> list[Any]:
 def of_data_sets(configs: Iterable[Any]) -> list[Any]:
     """Return files of configurations; all but the first of each data set are exhaustive."""
     return one_of_each(configs, lambda config: config.stem.partition("_")[0], lambda config: config.stem)
+
+
+def pairwise(dimensions: Mapping[str, Sequence[Any]], expensive: str = "") -> list[dict[str, Any]]:
+    """Return cells that contain every pair of values of every two dimensions; greedy, and always the same.
+
+    Of equally good cells, that with the first value of the dimension `expensive` is taken, and then a random one.
+    """
+    candidates = [dict(zip(dimensions, cell, strict=True)) for cell in product(*dimensions.values())]
+    random.Random(0).shuffle(candidates)
+    if expensive:
+        candidates.sort(key=lambda cell: dimensions[expensive].index(cell[expensive]))
+
+    def pairs(cell: dict[str, Any]) -> set[Any]:
+        return set(combinations(cell.items(), 2))
+
+    missing, cells = set().union(*map(pairs, candidates)), []
+    while missing:
+        best = max(candidates, key=lambda cell: len(pairs(cell) & missing))
+        missing -= pairs(best)
+        cells.append(best)
+    return cells

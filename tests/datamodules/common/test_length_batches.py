@@ -7,6 +7,7 @@ from torch.utils.data import Dataset, DistributedSampler
 
 from lit_effattn.datamodules import LengthBatches, ResumableLoader
 from lit_effattn.datamodules.common.length_batches import _buckets
+from tests.support.cases import pairwise
 
 
 def lengths(n, seed=0, most=400):
@@ -30,13 +31,15 @@ def flat(nested):
     return [i for batches in nested for batch in batches for i in batch]
 
 
-CASES = list(itertools.product((1, 2, 3, 7, 50, 333), (1, 2, 3, 4), (1, 400, 1000, 100_000), (1, 5, 64)))
+CASES = pairwise(
+    {"n": (1, 2, 3, 7, 50, 333), "world": (1, 2, 3, 4), "size": (1, 400, 1000, 100_000), "most": (1, 5, 64)}
+)
 
 
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("shuffle", [False, True])
 def test_every_sample_comes_once_an_epoch_in_equally_many_batches_of_at_most_the_size(shuffle, packed):
-    for n, world, size, most in CASES:
+    for n, world, size, most in map(dict.values, CASES):
         if n < world:
             continue
         of = lengths(n, seed=n)

@@ -40,11 +40,11 @@ def test_values_are_different_and_fillers_random():
 def test_gaps_follow_the_power_law():
     """The slot of the first query drawn has p(g) ∝ (g + 1)^(power − 1); with one pair it is the only query."""
     for power, weights in ((0.5, [(g + 1) ** -0.5 for g in range(4)]), (1.0, [1.0] * 4)):
-        data = AssociativeRecall(10, n_pairs=1, power=power, batch_size=1500, n_val=1500)
+        data = AssociativeRecall(10, n_pairs=1, power=power, batch_size=500, n_val=500)
         (batch,) = data.val_dataloader()
         share = (batch.targets != IGNORE).double().mean(0)
         assert share[3::2].sum() == 0
-        assert share[2::2].tolist() == pytest.approx([w / sum(weights) for w in weights], abs=0.04)
+        assert share[2::2].tolist() == pytest.approx([w / sum(weights) for w in weights], abs=0.06)
 
 
 def test_different_values_need_as_many():

@@ -129,6 +129,8 @@ class MemoryCarry(pl.Callback):
         try:
             like = pl_module.backbone.initial_state(1)
             self._training = memories.scatter_memory(saved, like)
+            if self._training is None:  # saved before the first batch of an epoch
+                return
             found, needed = ([*sequence.tensors(state)] for state in (self._training, like))
             if len(found) < len(needed):
                 raise ValueError(f"it has {len(found)} tensors, and a state of this model {len(needed)}")

@@ -5,9 +5,8 @@
 
 A mutant is one change of one expression or statement: a comparison, an operator, a number, a condition, or a statement
 that is left out. It names its place by file, function, source text and number of occurrence, so that it is found again
-in another version of the code. `run` tries each mutant in a copy of the repository: first the tests of the file's own
-folder, then, of the tests that are left, those that run the changed line (`--coverage`, a data file of coverage.py
-written with `pytest --cov --cov-context=test`), or all. A mutant that no test fails for has survived. Some change
+in another version of the code. `run` tries each mutant in a copy of the repository, with the tests of its file, those
+of the file's folder and all, as far as `--reach` says. A mutant that no test fails for has survived. Some change
 nothing that can be seen.
 """
 
@@ -15,12 +14,12 @@ from __future__ import annotations
 
 import argparse
 import ast
+import compileall
 import json
 import os
 import random
 import shutil
 import signal
-import sqlite3
 import sys
 import tempfile
 import time
@@ -133,31 +132,25 @@ def apply(mutant: Mutant, root: Path) -> tuple[str, int] | None:
     return None
 
 
-def own_tests(file: str) -> list[str]:
-    """List the paths of the tests of a file: the file that mirrors it, then its folder's."""
+def tests_of(file: str, reach: str) -> list[str]:
+    """List the paths of the tests to try: the file that mirrors `file`, then its folder, then all.
+
+    Args:
+        file: A file of the product.
+        reach: The last of them: "mirror" (the folder, where no file mirrors it), "folder" or "all".
+    """
     parts = Path(file).parts[1:] if file.startswith("lit_effattn/") else Path(file).parts
-    folder = Path("tests", *parts[:-1])
-    mirror = folder / f"test_{parts[-1]}"
-    while not (REPOSITORY / folder).exists() or folder == Path("tests"):
-        if folder == Path("tests"):
-            return [str(mirror)] if (REPOSITORY / mirror).exists() else []
+    mirror = Path("tests", *parts[:-1], f"test_{parts[-1]}")
+    folder = mirror.parent
+    while not (REPOSITORY / folder).exists():
         folder = folder.parent
-    return [str(mirror)] * (REPOSITORY / mirror).exists() + [str(folder)]
+    paths = [str(mirror)] * (REPOSITORY / mirror).exists()
+    if reach != "mirror" or not paths:
+        paths += [str(folder)] * (folder != Path("tests"))
+    return paths + ["tests"] * (reach == "all")
 
 
-def covering(data: Path, file: str, line: int) -> list[str]:
-    """List the tests that ran a line, by coverage.py's data; those of fewest other lines first."""
-    from coverage.numbits import numbits_to_nums  # type: ignore[import-not-found]
-
-    rows = sqlite3.connect(data).execute(
-        "select context.context, numbits from line_bits join file on file.id = file_id join context on "
-        "context.id = context_id where file.path like ?",
-        (f"%/{file}",),
-    )
-    return sorted({context.split("|")[0] for context, bits in rows if context and line in numbits_to_nums(bits)})
-
-
-def killed(root: Path, tests: list[str], marks: str, seconds: int) -> str:
+def killed(root: Path, tests: str, marks: str, seconds: int) -> str:
     """Run tests in a child process; return "killed", "survived" or "timeout"."""
     child = os.fork()
     if child == 0:
@@ -175,7 +168,7 @@ def killed(root: Path, tests: list[str], marks: str, seconds: int) -> str:
         options = ["-x", "-q", "-p", "no:cacheprovider", "--no-header", "-m", marks, "--rootdir", str(root)]
         status = 3
         try:
-            status = int(pytest.main([*options, *tests]))
+            status = int(pytest.main([*options, tests]))
         finally:
             os._exit(status)
     until = time.monotonic() + seconds
@@ -189,7 +182,7 @@ def killed(root: Path, tests: list[str], marks: str, seconds: int) -> str:
     return "timeout"
 
 
-def run(mutants: list[Mutant], marks: str, coverage: Path | None, seconds: int, everything: bool) -> Iterator[dict]:
+def run(mutants: list[Mutant], marks: str, reach: str, seconds: int) -> Iterator[dict]:
     """Try each mutant in a copy of the repository, and yield what became of it."""
     import lightning.pytorch  # noqa: F401  (once for all children)
     import torch
@@ -199,7 +192,7 @@ def run(mutants: list[Mutant], marks: str, coverage: Path | None, seconds: int, 
         root = Path(folder) / "repository"
         ignored = shutil.ignore_patterns(".git", ".venv", "runs", "build", "site", ".*_cache")
         shutil.copytree(REPOSITORY, root, symlinks=True, ignore=ignored)
-        killed(root, ["tests", "--collect-only"], marks, 600)  # writes the byte code of what is not changed
+        compileall.compile_dir(root, quiet=2, workers=0)  # of what is not changed
         sys.dont_write_bytecode = True
         os.environ["PYTHONDONTWRITEBYTECODE"] = "1"
         for mutant in mutants:
@@ -212,11 +205,9 @@ def run(mutants: list[Mutant], marks: str, coverage: Path | None, seconds: int, 
             original = target.read_text()
             target.write_text(source)
             result, by = "survived", ""
-            own = own_tests(mutant.file)
-            rest = covering(coverage, mutant.file, line) if coverage else ["tests"] * everything
-            for tests in [*([path] for path in own), rest]:
-                if result == "survived" and tests:
-                    result = killed(root, tests, marks, seconds)
+            for path in tests_of(mutant.file, reach):
+                if result == "survived":
+                    result = killed(root, path, marks, seconds)
                     by = "" if result == "survived" else _first_failure(root)
             target.write_text(original)
             seconds_taken = round(time.monotonic() - began, 1)
@@ -238,8 +229,7 @@ def main() -> None:
     running = commands.add_parser("run", help="try the mutants of a file, and print the results")
     running.add_argument("mutants", type=Path)
     running.add_argument("--marks", default="not exhaustive and not gpu", help="pytest's -m")
-    running.add_argument("--coverage", type=Path, help="data of coverage.py with contexts")
-    running.add_argument("--everything", action="store_true", help="try all tests on what survives its own folder's")
+    running.add_argument("--reach", choices=("mirror", "folder", "all"), default="folder", help="tests to try")
     running.add_argument("--seconds", type=int, default=300, help="the longest that tests of a mutant may take")
     options = parser.parse_args()
     if options.command == "make":
@@ -248,7 +238,7 @@ def main() -> None:
         rows = [json.loads(line) for line in options.mutants.read_text().splitlines()]
         fields = Mutant.__dataclass_fields__
         mutants = [Mutant(**{name: row[name] for name in fields}) for row in rows]
-        results = run(mutants, options.marks, options.coverage, options.seconds, options.everything)
+        results = run(mutants, options.marks, options.reach, options.seconds)
     for result in results:
         print(json.dumps(result), flush=True)
 

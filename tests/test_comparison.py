@@ -1,22 +1,12 @@
-"""Comparisons of runs and states find NaN, and refuse to compare nothing."""
+"""Comparisons of runs find NaN, and refuse to compare nothing."""
 
 from pathlib import Path
-from typing import NamedTuple
 
-import pytest
 import torch
-from torch import Tensor
 
 from tests.faults.comparison import compare_checkpoints, compare_logs
-from tests.laws.tools import assert_close
-from tests.support.commands import same
 
 NAN = torch.tensor([1.0, torch.nan])
-
-
-class State(NamedTuple):
-    sums: Tensor
-    length: Tensor
 
 
 def saved(path: Path, **changes) -> Path:
@@ -54,22 +44,3 @@ def test_logs():
     for empty in ({}, {"train/loss": {}}):
         assert compare_logs(empty, empty) == "log: the uninterrupted run has no values"
         assert "missing" in compare_logs(log, empty)
-
-
-def test_states():
-    finite = State(torch.tensor([1.0, -torch.inf]), torch.tensor([3]))
-    assert_close(finite, finite)
-    for a, b in [
-        (State(NAN, finite.length), finite),
-        (finite, State(NAN, finite.length)),
-        (State(NAN, finite.length),) * 2,
-    ]:
-        with pytest.raises(AssertionError):
-            assert_close(a, b)
-
-
-def test_weights():
-    assert same({"w": torch.ones(2)}, {"w": torch.ones(2)})
-    assert not same({"w": NAN}, {"w": NAN})
-    assert not same({}, {})
-    assert not same({"w": torch.ones(2)}, {})

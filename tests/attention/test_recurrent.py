@@ -24,7 +24,7 @@ from tests.laws.tools import assert_close, assert_same, copied, each, inputs
 
 E, H = 12, 4
 HYBRID = {"num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"]}
-RECURRENT = [case for case in ATTENTIONS if isinstance(case.build(), RecurrentAttention)]
+RECURRENT = [case for case in ATTENTIONS if isinstance(case.example, RecurrentAttention)]
 
 # ---------------------------------------------------------------------------- against transformers, on the same weights
 

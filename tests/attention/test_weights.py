@@ -29,7 +29,7 @@ from tests.laws.tools import assert_close, assert_same, copied, each, inputs
 
 E, H = 8, 2
 NORMED = [
-    case for case in ATTENTIONS if not isinstance(case.build(), RecurrentAttention)
+    case for case in ATTENTIONS if not isinstance(case.example, RecurrentAttention)
 ]  # test_recurrent.py has those
 CASES = [*NORMED, *ROTARY, *kind(SoftmaxAttention, definitions.softmax, 5, window=5, causal=[True], rotary=True)]
 SUMMED = LinearAttention, PerformerAttention
@@ -71,9 +71,9 @@ def mixed(attention: Attention, weights: Tensor, x: Tensor) -> Tensor:
     return definitions.heads_together(attention, y)
 
 
-KINDS = {type(case.build()).__name__: [] for case in CASES}
+KINDS = {type(case.example).__name__: [] for case in CASES}
 for _case in CASES:
-    KINDS[type(_case.build()).__name__].append(_case)
+    KINDS[type(_case.example).__name__].append(_case)
 each_kind = pytest.mark.parametrize("cases", KINDS.values(), ids=KINDS)
 
 
@@ -230,7 +230,7 @@ def test_performers_weights_are_finite_for_large_norms():
         assert_close(weights.sum(-1), torch.ones_like(weights.sum(-1)), rtol=0, atol=1e-5)
 
 
-EACH_KIND = list({type(case.build()): case for case in reversed(NORMED) if case.causal}.values())
+EACH_KIND = list({type(case.example): case for case in reversed(NORMED) if case.causal}.values())
 
 
 @each(EACH_KIND)

@@ -230,7 +230,7 @@ def test_an_exception_leaves_no_memory_in_the_model_and_that_of_training_for_a_c
         torch.testing.assert_close(a, b)
 
 
-def test_a_checkpoint_of_an_epoch_s_start_has_an_empty_memory(tmp_path):
+def test_a_checkpoint_of_an_epoch_s_start_has_an_empty_memory_and_is_resumed(tmp_path):
     class SaveAtStart(pl.Callback):
         def on_train_batch_start(self, trainer, pl_module, batch, batch_idx) -> None:
             trainer.save_checkpoint(tmp_path / f"{trainer.current_epoch}-{batch_idx}.ckpt")
@@ -239,6 +239,9 @@ def test_a_checkpoint_of_an_epoch_s_start_has_an_empty_memory(tmp_path):
     for name, empty in {"0-0": True, "0-1": False, "1-0": True, "1-1": False}.items():
         (packed,) = torch.load(tmp_path / f"{name}.ckpt", weights_only=True)["memory_carry"]
         assert (packed is None) == empty
+    resumed = trainer(tmp_path, [MemoryCarry()], max_epochs=2)
+    resumed.fit(model(), Rest(loader(2), 0), ckpt_path=tmp_path / "1-0.ckpt")
+    assert resumed.global_step == 4
 
 
 def test_after_training_the_model_is_called_without_its_memory(tmp_path):

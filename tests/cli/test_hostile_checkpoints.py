@@ -10,6 +10,7 @@ import json
 import random
 import sys
 from collections import Counter
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -53,8 +54,10 @@ def edited(change: Any, name: str = "pixels") -> Path:
 # --------------------------------------------------------------------------------------------------------- every place
 
 
-PLACES = [(k, n) for k in registry.classes() for n in parameters(k) if not n.endswith("help")]
-PLACES.sort(key=lambda place: (place[0].__module__, place[0].__qualname__, place[1]))
+@cache
+def places() -> list[tuple[type, str]]:
+    found = [(k, n) for k in registry.classes() for n in parameters(k) if not n.endswith("help")]
+    return sorted(found, key=lambda place: (place[0].__module__, place[0].__qualname__, place[1]))
 
 
 def end_of(kind: type, name: str, payload: Any) -> str:
@@ -72,8 +75,8 @@ def end_of(kind: type, name: str, payload: Any) -> str:
 def test_10_000_payloads_at_the_places_of_a_model():
     """Each place has some of the payloads, and each payload is at some of the places."""
     choose, ends = random.Random(0), Counter[str]()
-    each = -(-10_000 // len(PLACES))
-    for place in PLACES:
+    each = -(-10_000 // len(places()))
+    for place in places():
         for payload in choose.sample(PAYLOADS, each):
             ends[end_of(*place, payload)] += 1
             assert nothing_happened(), f"{payload!r} at {place}"
@@ -257,7 +260,7 @@ def test_without_types_a_constructor_gets_other_values_and_nothing_is_executed(m
     """This wall makes one message of the errors that constructors would raise; the registry alone guards names."""
     monkeypatch.setattr(building, "_fits", lambda value, condition: value)
     choose = random.Random(3)
-    for place in PLACES:
+    for place in places():
         end_of(*place, choose.choice(PAYLOADS))
     assert nothing_happened()
 

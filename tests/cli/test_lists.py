@@ -1,5 +1,6 @@
 """`lit-effattn configs` and `lit-effattn kinds`: what there is, without Lightning."""
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -105,9 +106,10 @@ def test_an_own_kind_that_refuses_a_small_layer(
 
 @pytest.mark.parametrize("args", [["configs"], ["configs", "digits_linear", "stdlib_xl"], ["--help"]])
 def test_output_that_nobody_reads_ends_quietly(args: list[str]):
-    """As in `lit-effattn configs | head -1`."""
+    """As in `lit-effattn configs | head -1`. Python's output is buffered."""
     started = [sys.executable, "-m", "lit_effattn.cli", *args]
-    with subprocess.Popen(started, stdout=subprocess.PIPE, stderr=subprocess.PIPE, cwd=REPOSITORY) as child:
+    how = {"env": {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}, "cwd": REPOSITORY}
+    with subprocess.Popen(started, stdout=subprocess.PIPE, stderr=subprocess.PIPE, **how) as child:
         child.stdout.close()
         assert child.stderr.read() == b""
     assert child.returncode == 141

@@ -6,7 +6,7 @@ definition in `definitions.py`.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -85,6 +85,11 @@ class Case:
             module.rotary = RotaryPositions(d_model // n_heads)
         return module.to(dtype).eval()
 
+    @cached_property
+    def example(self) -> SequenceModule:
+        """The module to look at; nobody changes it."""
+        return self.build()
+
     @property
     def long(self) -> int:
         """A length of many units, and not a multiple of one."""
@@ -101,8 +106,8 @@ class CaseAdapter(ContractAdapter):
     def __init__(self, case: Case) -> None:
         self.case = case
         options = {"unit": case.unit, "spacings": case.spacings, "jumps": case.jumps}
-        steps = 120 if isinstance(subject(case.build()), Attention | CrossAttention) else 70
-        alone = "window=1-" in case.name or "mem_len=1-same" in case.name or isinstance(case.build(), FromSource)
+        steps = 120 if isinstance(subject(case.example), Attention | CrossAttention) else 70
+        alone = "window=1-" in case.name or "mem_len=1-same" in case.name or isinstance(case.example, FromSource)
         super().__init__(case.build, name=case.name, steps=steps, remembers=not alone, **options)
 
     def make(self, width: int | None = None) -> SequenceModule:
@@ -450,7 +455,7 @@ STACKS = [
 
 CASES = [*ATTENTIONS, *CROSS, *STACKS]
 CAUSAL = [case for case in CASES if case.causal]
-EACH = {(type(subject(m := c.build())), m.causal, m.bounded_by): c.name for c in reversed(CASES)}.values()
+EACH = {(type(subject(m := c.example)), m.causal, m.bounded_by): c.name for c in reversed(CASES)}.values()
 """The names of one case of each kind: causal or not, with a state that grows or not."""
 
 # Sizes are symbols where a state grows, and the ∞-former's tables are made in its first call. That no step looks at a

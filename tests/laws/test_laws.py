@@ -35,7 +35,7 @@ def test_every_attention_kind_is_enrolled():
     classes = {name: k for name, k in exported.items() if isinstance(k, type) and typing.get_origin(k) is None}
     for base, cases in ((Attention, ATTENTIONS), (CrossAttention, CROSS)):
         kinds = {name for name, k in classes.items() if issubclass(k, base) and not inspect.isabstract(k)}
-        enrolled = {type(subject(case.build())).__name__ for case in cases}
+        enrolled = {type(subject(case.example)).__name__ for case in cases}
         assert kinds <= enrolled, f"{kinds - enrolled} keep no laws: see tests/laws/cases.py"
         assert all(case.definition is not None for case in cases)
 
@@ -78,28 +78,29 @@ def _structure(state) -> object:
 WRITTEN = {
     (type(m), _structure(STARTS[start](m, 9))): (c.name, start)
     for c in reversed(CAUSAL)
-    for m in [c.build()]
+    for m in [c.example]
     for start in ("initial", "max_len")
 }
 # A module that does not remove padding may yet mask finite numbers and replace NaN; infinity then gets through. Padding
 # is removed in `forward`, so there is one case for each `forward`.
-FORWARDS = {type(subject(c.build())).forward: c.name for c in reversed(CASES)}
+FORWARDS = {type(subject(c.example)).forward: c.name for c in reversed(CASES)}
 INDUCTOR = {"SoftmaxAttention", "LinearAttention-chunk_size=4", "Transformer-rotary-post"}
 # Steps are compiled of each kind that test_compiled.py does not trace. Long calls are of those with kernels.
+LONG_FLOAT16 = {"LinearAttention-chunk_size=4", "PerformerAttention-chunk_size=4"}  # sums over all positions
 LONG_COMPILED = {"PerformerAttention-chunk_size=4", "KimiDeltaAttention-chunk_size=4"}
 # The kinds with a recurrent state share all but their gates. Slow laws are those of one with a decay for each head, and
 # of one with a decay for each channel.
 SHARING = {
     c.name
     for c in ATTENTIONS
-    if isinstance(m := c.build(), RecurrentAttention) and not isinstance(m, GatedDeltaNetAttention | KimiDeltaAttention)
+    if isinstance(m := c.example, RecurrentAttention) and not isinstance(m, GatedDeltaNetAttention | KimiDeltaAttention)
 }
 
 
 # These depend on the class of a module, not on its options.
 ONCE = {"alive", "state-dict", "saved-state", "bounded", "donation-ends", "reset", "full-lengths", "empty-rows"}
 # The first case of each class that is causal or not: what takes long is tried on these.
-SLOWLY = {(type(subject(m := c.build())), m.causal): c.name for c in reversed(CASES) if c.name in EACH}.values()
+SLOWLY = {(type(subject(m := c.example)), m.causal): c.name for c in reversed(CASES) if c.name in EACH}.values()
 
 
 class TestLaws(LawSuite):
@@ -130,10 +131,9 @@ class TestLaws(LawSuite):
             # Those of the norm of remembered inputs are compared here alone.
             quick = name in SLOWLY or name == "Transformer-raw-memories"
         elif law.name == "half-precision":
-            once = adapter.case in STACKS or isinstance(adapter.case.build(), RecurrentAttention)
-            forms = (
-                ["long-bfloat16"] if once or not adapter.causal else ["long-bfloat16", "steps-bfloat16", "long-float16"]
-            )
+            once = adapter.case in STACKS or isinstance(adapter.case.example, RecurrentAttention)
+            forms = ["long-bfloat16"] if once or not adapter.causal else ["long-bfloat16", "steps-bfloat16"]
+            forms += ["long-float16"] * (name in LONG_FLOAT16)
             # Where bins are drawn, rounding is seen most.
             quick = (
                 variant in forms and name not in SHARING

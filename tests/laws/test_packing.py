@@ -21,7 +21,7 @@ def _has_source(case: Case) -> bool:
     def given(state) -> bool:
         return hasattr(state, "given") or (isinstance(state, tuple) and any(map(given, state)))
 
-    return case.causal and given(case.build().initial_state(1))
+    return case.causal and given(case.example.initial_state(1))
 
 
 SOURCES = [case for case in CASES if _has_source(case)]

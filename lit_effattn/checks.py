@@ -1,7 +1,8 @@
 """Range checks of arguments. Every package may import them."""
 
+import math
 from collections.abc import Collection, Mapping
-from typing import Any
+from typing import Any, get_args
 
 
 def at_least(least: float, **values: float | None) -> None:
@@ -13,6 +14,29 @@ def at_least(least: float, **values: float | None) -> None:
     for name, value in values.items():
         if value is not None and not value >= least:  # NaN fails, too
             raise ValueError(f"{name}={value} must be at least {least}")
+
+
+def positive(**values: float | None) -> None:
+    """Check that arguments, given by name, are above 0 and finite. None is not checked.
+
+    Raises:
+        ValueError: If a value is not.
+    """
+    for name, value in values.items():
+        if value is not None and not 0 < value < math.inf:
+            raise ValueError(f"{name}={value} must be above 0, and finite")
+
+
+def one_of(known: Any, **values: Any) -> None:
+    """Check arguments, given by name, against the `known` values, a collection or a `Literal`.
+
+    Raises:
+        ValueError: If a value is not known.
+    """
+    known = get_args(known) or known
+    for name, value in values.items():
+        if value not in known:
+            raise ValueError(f"{name}={value!r} is not one of {', '.join(known)}")
 
 
 def probabilities(**values: float | None) -> None:

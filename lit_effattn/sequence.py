@@ -11,7 +11,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import reduce
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +20,14 @@ from lit_effattn.hparams import HasInitArgs
 
 State = Any
 """A tensor whose first dimension is the batch, a NamedTuple or tuple of states, or None (nothing remembered)."""
+
+
+class Source(NamedTuple):
+    """The state of a module that reads a source. Its outputs do not change it, so beams of one sentence share it."""
+
+    kept: State  # what the module keeps of the source
+    length: Tensor  # (B,), positions of the source
+    given: Tensor  # (B,), whether the row has a source, which may be empty
 
 
 class SequenceModule(HasInitArgs, nn.Module, ABC):
@@ -65,7 +73,6 @@ class SequenceModule(HasInitArgs, nn.Module, ABC):
             y: (B, N, d_model), and the state after `x` (None for a module that is not causal).
         """
 
-    @abstractmethod
     def initial_state(
         self,
         batch_size: int,
@@ -83,6 +90,15 @@ class SequenceModule(HasInitArgs, nn.Module, ABC):
             device: Default: the parameters'.
             dtype: Type of the stored tensors (accumulators have at least float32). Default: the parameters'.
         """
+        if device is None or dtype is None:
+            like = next(self.parameters(), None)
+            like = torch.empty(0) if like is None else like
+            device, dtype = device or like.device, dtype or like.dtype
+        return self.empty_state(batch_size, max_len, device, dtype)
+
+    @abstractmethod
+    def empty_state(self, batch_size: int, max_len: int | None, device: torch.device, dtype: torch.dtype) -> State:
+        """Compute `initial_state`, whose arguments without a value have their defaults."""
 
     def reset(self, state: State, rows: Tensor) -> State:
         """Return `state` with the rows where `rows` (B,) is True reset to `initial_state`.
@@ -134,11 +150,6 @@ class SequenceModule(HasInitArgs, nn.Module, ABC):
                     f"{name}: x has {x.size(0)} rows and the state {t.size(0)}; `select` repeats or drops rows"
                 )
         check_lengths(name, lengths, x)
-
-    def default(self, device: torch.device | None, dtype: torch.dtype | None) -> tuple[torch.device, torch.dtype]:
-        """Return `device` and `dtype`, with the parameters' for None."""
-        parameter = next(self.parameters())
-        return device or parameter.device, dtype or parameter.dtype
 
 
 def reads_values(tensor: Tensor) -> bool:
@@ -240,9 +251,9 @@ def select(state: State, rows: Tensor) -> State:
 def reorder(state: State, rows: Tensor) -> State:
     """Return the rows of `state` with the indices `rows` (B,), each a row with the same source as the one it replaces.
 
-    Like `select`, but the state of a source, which has a field `given`, is not copied: beams of one sentence share it.
+    Like `select`, but a `Source` is not copied: beams of one sentence share it.
     """
-    if hasattr(state, "given"):
+    if isinstance(state, Source):
         return state
     if isinstance(state, tuple):
         return _like(state, [reorder(part, rows) for part in state])

@@ -243,7 +243,7 @@ def circles(repository: Repository) -> Problems:
 
 def light(repository: Repository) -> Problems:
     """Attention, its operations and the laws need torch and numpy alone; nothing is imported by its bare name."""
-    allowed = {"torch", "numpy", "lit_effattn", "triton", *sys.stdlib_module_names}
+    allowed = {"torch", "typing_extensions", "numpy", "lit_effattn", "triton", *sys.stdlib_module_names}
     for module, name in repository.modules.items():
         if module.partition(".")[0] in LIGHT:
             for node in repository.tree(name).body:

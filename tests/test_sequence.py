@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from lit_effattn import sequence
 from lit_effattn.attention import LinearAttention, SoftmaxAttention
-from lit_effattn.sequence import SequenceModule
+from lit_effattn.sequence import SequenceModule, Source
 
 
 class Inner(NamedTuple):
@@ -39,8 +39,7 @@ class Running(SequenceModule):
         y = self.scale * x.cumsum(1) + (0 if state is None else state[:, None])
         return y, y[:, -1]
 
-    def initial_state(self, batch_size, *, max_len=None, device=None, dtype=None):
-        device, dtype = self.default(device, dtype)
+    def empty_state(self, batch_size, max_len, device, dtype):
         return torch.zeros(batch_size, self.d_model, device=device, dtype=dtype)
 
 
@@ -87,13 +86,8 @@ def test_select_names_rows_in_any_order():
     assert chosen.layers[1] is None
 
 
-class Source(NamedTuple):
-    keys: Tensor
-    given: Tensor
-
-
 def test_reorder_copies_all_but_a_source():
-    source = Source(torch.arange(6.0).view(3, 2), torch.ones(3, dtype=torch.bool))
+    source = Source(torch.arange(6.0).view(3, 2), torch.ones(3, dtype=torch.long), torch.ones(3, dtype=torch.bool))
     before = state()._replace(layers=((torch.arange(3), source), None, *state().layers))
     after = sequence.reorder(before, torch.tensor([2, 2, 0]))
     assert after.layers[0][1] is source

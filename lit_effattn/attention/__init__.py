@@ -13,6 +13,7 @@ from lit_effattn.attention.feature_maps import EluFeatureMap, FeatureMap, Hedgeh
 from lit_effattn.attention.infinite import InfiniteAttention
 from lit_effattn.attention.linear import LinearAttention
 from lit_effattn.attention.lsh import LSHAttention
+from lit_effattn.attention.memory import MemoryAttention
 from lit_effattn.attention.performer import PerformerAttention
 from lit_effattn.attention.recurrent import RecurrentAttention
 from lit_effattn.attention.recurrent_kinds import (
@@ -47,6 +48,7 @@ __all__ = [
     "LinearAttention",
     "LinearCrossAttention",
     "Mamba2Attention",
+    "MemoryAttention",
     "PerformerAttention",
     "PerformerCrossAttention",
     "RecurrentAttention",

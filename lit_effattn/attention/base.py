@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import math
-from abc import abstractmethod
 from collections.abc import Callable, Mapping
 from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from typing_extensions import override
 
 from lit_effattn.attention.kv_cache import latest
 from lit_effattn.attention.multi_head import MultiHead
 from lit_effattn.attention.positions import RotaryPositions
+from lit_effattn.checks import positive
 from lit_effattn.sequence import (
     State,
     accumulator,
@@ -30,7 +30,7 @@ class Attention(MultiHead):
 
         y = W_o concat_h attend(W_q x, W_k x, W_v x)                          Vaswani et al. 2017, section 3.2.2
 
-    A new kind implements `attend`, and `initial_state` or `empty_state`. Its state has a field `length` (B,), the
+    A new kind implements `attend` and `empty_state`. Its state has a field `length` (B,), the
     number of positions seen.
 
     Args:
@@ -97,8 +97,7 @@ class Attention(MultiHead):
         qk_norm_eps: float = 1e-6,
     ) -> None:
         super().__init__()
-        if not 0 < qk_norm_eps < math.inf:
-            raise ValueError(f"qk_norm_eps={qk_norm_eps} must be above 0, and finite; 1e-6 is usual")
+        positive(qk_norm_eps=qk_norm_eps)
         width = self._divide(d_model, n_heads, head_dim, d_qk)
         if n_kv_heads is not None and (n_kv_heads < 1 or n_heads % n_kv_heads):
             raise ValueError(
@@ -118,7 +117,6 @@ class Attention(MultiHead):
         self.rotary: RotaryPositions | None = None
         """Rotates queries and keys by their position. Set by a `Transformer` with rotary positions."""
 
-    @abstractmethod
     def attend(
         self, q: Tensor, k: Tensor, v: Tensor, state: State | None, lengths: Tensor | None
     ) -> tuple[Tensor, State | None]:
@@ -135,19 +133,21 @@ class Attention(MultiHead):
         Returns:
             The heads' outputs (B, H, N, D), any finite values in padding, and the state after the last valid position.
         """
+        raise NotImplementedError(f"{type(self).__name__} overrides neither `attend` nor `forward`")
 
+    @override
     def forward(
         self, x: Tensor, state: State | None = None, lengths: Tensor | None = None
     ) -> tuple[Tensor, State | None]:
-        """See `SequenceModule.forward`."""
         self.check(x, state, lengths)
         x = without_padding(x, lengths)
         q, k, v = self.project(x)
-        if parts() is None:
-            q, k = self._rotated(q, k, None if state is None else state.length)
-            y, state = self.attend(q, k, v, state, lengths)
-        else:
-            y, state = self._attend_in_parts(q, k, v, state, lengths)
+        with self._precision(q):
+            if parts() is None:
+                q, k = self._rotated(q, k, None if state is None else state.length)
+                y, state = self.attend(q, k, v, state, lengths)
+            else:
+                y, state = self._attend_in_parts(q, k, v, state, lengths)
         y = self.out_proj(y.transpose(1, 2).flatten(2))  # (B, H, N, D) -> (B, N, E)
         return without_padding(y, lengths), state
 

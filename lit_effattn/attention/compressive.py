@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.func import functional_call
+from typing_extensions import override
 
 from lit_effattn.attention.kv_cache import gather, latest, newest, write
-from lit_effattn.attention.transformer_xl import TransformerXLAttention
-from lit_effattn.checks import at_least
-from lit_effattn.ops.relative import attention_by_distance
+from lit_effattn.attention.memory import MemoryAttention
+from lit_effattn.checks import at_least, one_of
 from lit_effattn.ops.window import slices
 from lit_effattn.sequence import (
-    SequenceModule,
     State,
     accumulator,
     may_overwrite,
@@ -51,7 +50,7 @@ class ProjectedCompressiveMemory(NamedTuple):
     loss: Tensor  # (B,), the reconstruction loss of the last call
 
 
-class CompressiveAttention(TransformerXLAttention):
+class CompressiveAttention(MemoryAttention):
     """Transformer-XL's attention with a second memory, of older inputs that are compressed.
 
         y_i = W_o concat_h Σ_j softmax_j(((q_i + u) · k_j + (q_i + v) · W_r R_{i−j}) / √D) v_j
@@ -94,8 +93,7 @@ class CompressiveAttention(TransformerXLAttention):
             O(L E²) more where reading values waits for the device, as on a GPU.
     """
 
-    depends_on_split = False
-    extra_parameters = (*TransformerXLAttention.extra_parameters, "compressor")
+    extra_parameters = (*MemoryAttention.extra_parameters, "compressor")
 
     def __init__(
         self,
@@ -109,7 +107,8 @@ class CompressiveAttention(TransformerXLAttention):
         segment_len: int = 1,
         **options: Any,
     ) -> None:
-        super().__init__(d_model, n_heads, causal, same_length=False, **options)
+        super().__init__(d_model, n_heads, causal, **options)
+        self._add_positions()
         if not causal:
             raise ValueError("causal=False: CompressiveAttention compresses past positions, so it needs causal=True")
         if compressed_len < 1:
@@ -117,8 +116,7 @@ class CompressiveAttention(TransformerXLAttention):
                 f"compressed_len={compressed_len} must be at least 1; use TransformerXLAttention for no summaries"
             )
         at_least(1, compression_rate=compression_rate, segment_len=segment_len)
-        if compression not in get_args(Compression):
-            raise ValueError(f"compression={compression!r} is not one of {get_args(Compression)}")
+        one_of(Compression, compression=compression)
         self.compressed_len = compressed_len
         self.segment_len = segment_len
         self.compression_rate = compression_rate
@@ -129,10 +127,10 @@ class CompressiveAttention(TransformerXLAttention):
             bias = self.k_proj.bias is not None
             self.compressor = nn.Linear(compression_rate * d_model, d_model, bias=bias)
 
+    @override
     def forward(
         self, x: Tensor, state: State | None = None, lengths: Tensor | None = None
     ) -> tuple[Tensor, CompressiveMemory | ProjectedCompressiveMemory]:
-        """See `SequenceModule.forward`."""
         self.check(x, state, lengths)
         x = without_padding(x, lengths)
         if state is None:
@@ -175,7 +173,7 @@ class CompressiveAttention(TransformerXLAttention):
         reach, n = self._reach, q.size(2)
         summaries = k.size(2) - reach - n  # compressed_len + K
         count = reach + 1 + self.compressed_len  # distances from 0 to the largest
-        r, u = self._positions_for(q, count), self.u.to(q.dtype)[:, None]
+        r = self._positions_for(q, count)
         # For each chunk of queries: its end, and the ranges of summaries and of inputs that any row sees.
         starts = range(0, n, self.chunk_size)
         ends = [min(start + self.chunk_size, n) for start in starts]
@@ -194,9 +192,7 @@ class CompressiveAttention(TransformerXLAttention):
         ):
             keys, values = (torch.cat(pair, 2) for pair in (piece[:2], piece[2:]))  # (B, H, M' + M, D)
             distance, seen = self._distances(length, (start, end), (low, high))
-            scores = self._scores_by_distance(chunk, r)
-            index = count - 1 - distance
-            out.append(attention_by_distance(chunk + u, keys, values, scores, index, seen, dropout=self._dropout_now))
+            out.append(self._by_distance(chunk, keys, values, r, distance, seen))
         return out[0] if len(out) == 1 else torch.cat(out, 2)
 
     def _distances(self, length: Tensor, queries: tuple[int, int], summaries: tuple[int, int]) -> tuple[Tensor, Tensor]:
@@ -333,15 +329,8 @@ class CompressiveAttention(TransformerXLAttention):
         distance = torch.where(slot < far, waiting + back, near)
         sees = torch.where(slot < far, back <= made, near <= waiting)
         count = self.mem_len + c + self.compressed_len
-        y = attention_by_distance(
-            q + self.u.to(q.dtype)[:, None],
-            keys[:, :, low:high].to(q.dtype),
-            values[:, :, low:high].to(q.dtype),
-            self._scores_by_distance(q, self._positions_for(q, count)),
-            (count - 1 - distance)[:, None],
-            sees[:, None],
-            dropout=self._dropout_now,
-        )
+        k, v, r = keys[:, :, low:high], values[:, :, low:high], self._positions_for(q, count)
+        y = self._by_distance(q, k, v, r, distance[:, None], sees[:, None])
 
         window = (c * made + torch.arange(c, device=x.device)) % slots  # (B, c)
         windows = gather(inputs, window, dim=1)[:, None].to(x.dtype)  # (B, 1, c, E)
@@ -411,7 +400,7 @@ class CompressiveAttention(TransformerXLAttention):
     def empty_state(
         self, batch_size: int, max_len: int | None, device: torch.device, dtype: torch.dtype
     ) -> CompressiveMemory | ProjectedCompressiveMemory:
-        """Return empty memories, of keys and values if `max_len` is given: see `MultiHead.empty_state`."""
+        """Return empty memories, of keys and values if `max_len` is given: see `SequenceModule.initial_state`."""
 
         def empty(*shape: int) -> Tensor:
             return torch.zeros(batch_size, *shape, device=device, dtype=dtype)
@@ -426,24 +415,13 @@ class CompressiveAttention(TransformerXLAttention):
         shape = (self.n_heads, self.compressed_len + slots, self.head_dim)
         return ProjectedCompressiveMemory(empty(*shape), empty(*shape), empty(slots, self.d_model), length, loss)
 
-    def set_memory(self, mem_len: int, clamp_len: int | None = None, same_length: bool = False) -> None:
-        """See `TransformerXLAttention.set_memory`. `same_length` must be False: the split never has an effect here."""
-        if same_length:
-            raise ValueError(
-                "same_length=True: the inputs that CompressiveAttention sees never depend on the split; leave it out"
-            )
-        super().set_memory(mem_len, clamp_len)
-
-    def check(self, x: Tensor, state: State | None, lengths: Tensor | None) -> None:
-        """See `SequenceModule.check`. Also checks that the state has the size of this memory."""
-        SequenceModule.check(self, x, state, lengths)
-        if isinstance(state, CompressiveMemory):
-            self._check_slots(state.inputs.size(1), self._reach)
-        elif state is not None:
-            self._check_room(state.inputs.size(1), state.length, x.size(1) if lengths is None else lengths)
+    def _check_size(self, state: CompressiveMemory | ProjectedCompressiveMemory, new: Tensor | int) -> None:
+        if isinstance(state, ProjectedCompressiveMemory):
+            self._check_room(state.inputs.size(1), state.length, new)
+        else:
+            super()._check_size(state, new)
 
     def _keys(self, x: Tensor, state: State | None, lengths: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-        """See `TransformerXLAttention._keys`. The columns are those that the class names."""
         n, far = x.size(1), self.compressed_len
         state = self.initial_state(len(x), device=x.device, dtype=x.dtype) if state is None else state
         if isinstance(state, CompressiveMemory):

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from typing_extensions import override
 
 from lit_effattn.attention.feature_maps import EluFeatureMap, FeatureMap
 from lit_effattn.attention.multi_head import MultiHead
@@ -17,6 +18,7 @@ from lit_effattn.ops.dot_product import dot_product_attention
 from lit_effattn.ops.favor.pytorch import Norms
 from lit_effattn.ops.linear.pytorch import key_sums, read_sums
 from lit_effattn.sequence import (
+    Source,
     State,
     accumulator,
     check_lengths,
@@ -27,45 +29,18 @@ from lit_effattn.sequence import (
 )
 
 
-class SourceKeys(NamedTuple):
-    """The keys and values of a source."""
+class KeysValues(NamedTuple):
+    """Keys and values."""
 
     keys: Tensor  # (B, H, S, D_qk)
     values: Tensor  # (B, H, S, D)
-    length: Tensor  # (B,), positions of the source; the slots after them are padding
-    given: Tensor  # (B,), whether the row has a source, which may be empty
 
 
-class SourceSums(NamedTuple):
-    """Sums over the positions of a source, in float32 or more. The size does not depend on its length."""
+class Sums(NamedTuple):
+    """Sums over keys and values, in float32 or more. The size does not depend on their number."""
 
     s: Tensor  # (B, H, F, D), Σ φ(k) vᵀ
     z: Tensor  # (B, H, F), Σ φ(k)
-    length: Tensor  # (B,), positions of the source
-    given: Tensor  # (B,), whether the row has a source, which may be empty
-
-
-class PerformerSourceSums(NamedTuple):
-    """Sums over the positions of a source, in float32 or more, and the draw of the features that were summed."""
-
-    s: Tensor  # (B, H, F, D), Σ e^{log φ(k) − m} vᵀ
-    z: Tensor  # (B, H, F), Σ e^{log φ(k) − m}
-    m: Tensor  # (B, H, F), max log φ(k), −∞ without keys; (B, H, 0) for features that are not in log space
-    length: Tensor  # (B,), positions of the source
-    drawn: Tensor  # (B,), how often the features had been redrawn when the source was read
-    given: Tensor  # (B,), whether the row has a source, which may be empty
-
-
-class StabilisedSourceSums(NamedTuple):
-    """A `PerformerSourceSums` for `eps` above 0: with one feature more, and the maximum that `eps` is scaled by."""
-
-    s: Tensor  # (B, H, F + 1, D)
-    z: Tensor  # (B, H, F + 1)
-    m: Tensor  # (B, H, F + 1)
-    length: Tensor  # (B,)
-    drawn: Tensor  # (B,)
-    given: Tensor  # (B,)
-    top: Tensor  # (B, H), max ωᵀk̃ over all keys and features, −∞ without keys
 
 
 class CrossAttention(MultiHead):
@@ -73,11 +48,11 @@ class CrossAttention(MultiHead):
 
         y = W_o concat_h attend(W_q x, W_k source, W_v source)             Vaswani et al. 2017, sections 3.2.2, 3.2.3
 
-    The source is the state: `remember` reads it once, `forward` reads the state and returns it unchanged. Each position
+    The state is a `Source`: `remember` makes it once, `forward` reads it and returns it unchanged. Each position
     of the target is computed by itself, so the module is causal in the target, whatever its length or split. Rotary
     positions do not apply. The output is 0 in a row without a source, and in one whose source is empty.
 
-    A new kind implements `keep`, `read`, and `initial_state` or `empty_state`.
+    A new kind implements `keep` and `read`.
 
     Args:
         d_model: Width E of the target and of the output.
@@ -91,6 +66,7 @@ class CrossAttention(MultiHead):
     """
 
     takes_parts = True
+    reads_source = True
 
     def __init__(
         self, d_model: int, n_heads: int, d_source: int | None = None, *, bias: bool = True, d_qk: int | None = None
@@ -105,7 +81,7 @@ class CrossAttention(MultiHead):
         self.v_proj = nn.Linear(self.d_source, d_model, bias=bias)
         self.out_proj = nn.Linear(d_model, d_model, bias=bias)
 
-    def remember(self, source: Tensor, lengths: Tensor | None = None) -> State:
+    def remember(self, source: Tensor, lengths: Tensor | None = None) -> Source:
         """Return the state from which `forward` reads `source`.
 
         Args:
@@ -120,43 +96,39 @@ class CrossAttention(MultiHead):
         source = without_padding(source, lengths)
         k, v = self._heads(self.k_proj(source)), self._heads(self.v_proj(source))  # (B, S, ·) -> (B, H, S, D_qk or D)
         length = valid_lengths(lengths, source)
-        return self.keep(k, v, length, torch.ones_like(length, dtype=torch.bool))
+        with self._precision(k):
+            return Source(self.keep(k, v, length), length, torch.ones_like(length, dtype=torch.bool))
 
-    def forward(
-        self, x: Tensor, state: State | None = None, lengths: Tensor | None = None
-    ) -> tuple[Tensor, State | None]:
+    def forward(self, x: Tensor, state: Source | None = None, lengths: Tensor | None = None) -> tuple[Tensor, Source]:
         """Read the source in `state`, and return `state` as it is: see `SequenceModule.forward`."""
         self.check(x, state, lengths)
         if state is None:
             state = self.initial_state(x.size(0), device=x.device, dtype=x.dtype)
         q = self._heads(self.q_proj(without_padding(x, lengths)))  # (B, N, E) -> (B, H, N, D_qk)
-        y = self.read(q, state)
+        with self._precision(q):
+            y = self.read(q, state)
         y = self.out_proj(y.transpose(1, 2).flatten(2))  # (B, H, N, D) -> (B, N, E)
         y = y.masked_fill((state.length == 0)[:, None, None], 0)
         return without_padding(y, lengths), state
 
     @abstractmethod
-    def keep(self, k: Tensor, v: Tensor, length: Tensor, given: Tensor) -> State:
-        """Return the state for a source.
+    def keep(self, k: Tensor, v: Tensor, length: Tensor) -> State:
+        """Return what `read` needs of a source.
 
         Args:
             k: (B, H, S, D_qk) keys, where D_qk is `qk_dim`: D, unless `d_qk` is given. Values in padding are finite,
                 but not zero; in `v` too.
             v: (B, H, S, D).
             length: (B,), valid positions.
-            given: (B,), all True.
-
-        Returns:
-            A NamedTuple with the fields `length` and `given`, as above.
         """
 
     @abstractmethod
-    def read(self, q: Tensor, state: State) -> Tensor:
+    def read(self, q: Tensor, source: Source) -> Tensor:
         """Read the source.
 
         Args:
             q: (B, H, N, D_qk) queries.
-            state: A result of `keep`.
+            source: Its field `kept` is a result of `keep`.
 
         Returns:
             The heads' outputs, (B, H, N, D); any finite values in rows whose source is empty.
@@ -184,8 +156,19 @@ class CrossAttention(MultiHead):
         q = self._heads(self.q_proj(x)).to(full)  # (B, N, E) -> (B, H, N, D_qk)
         length = valid_lengths(lengths, source)
         unit = torch.eye(n, device=x.device, dtype=full).expand(b, self.n_heads, n, n)
-        weights = self.read(q, self.keep(k, unit, length, torch.ones_like(length, dtype=torch.bool)))
+        with torch.autocast(x.device.type, enabled=False):
+            kept = self.keep(k, unit, length)
+            weights = self.read(q, Source(kept, length, torch.ones_like(length, dtype=torch.bool)))
         return weights.masked_fill(~valid_positions(length, n)[:, None, None], 0)
+
+    def empty_state(self, batch_size: int, max_len: int | None, device: torch.device, dtype: torch.dtype) -> Source:
+        """Return the state without a source: see `SequenceModule.initial_state`."""
+        k, v = (
+            torch.zeros(batch_size, self.n_heads, 1, dim, device=device, dtype=dtype)
+            for dim in (self.qk_dim, self.head_dim)
+        )
+        length = torch.zeros(batch_size, dtype=torch.long, device=device)
+        return Source(self.keep(k, v, length), length, torch.zeros_like(length, dtype=torch.bool))
 
     def grow(self, state: State, max_len: int) -> State:
         """Return `state`, whose size does not depend on the target's length."""
@@ -222,30 +205,18 @@ class SoftmaxCrossAttention(CrossAttention):
         probabilities(dropout=dropout)
         self.dropout = dropout
 
-    def keep(self, k: Tensor, v: Tensor, length: Tensor, given: Tensor) -> SourceKeys:
+    def keep(self, k: Tensor, v: Tensor, length: Tensor) -> KeysValues:
         """Keep the keys and values: see `CrossAttention.keep`."""
-        return SourceKeys(k, v, length, given)
+        return KeysValues(k, v)
 
-    def read(self, q: Tensor, state: SourceKeys) -> Tensor:
+    def read(self, q: Tensor, source: Source) -> Tensor:
         """Attend to the keys: see `CrossAttention.read`."""
-        slots = state.keys.size(2)
-        if slots == 0:
-            return q.new_zeros(*q.shape[:3], self.head_dim)
-        mask = None
-        if not reads_values(state.length) or int(state.length.min()) < slots:
+        keys, values = (t.to(q.dtype) for t in source.kept)
+        mask, slots = None, keys.size(2)
+        if not reads_values(source.length) or int(source.length.min()) < slots:
             # An empty row sees the first key, which avoids a softmax of 0 / 0.
-            mask = valid_positions(state.length.clamp(min=1), slots)[:, None, None]  # (B, 1, 1, S)
-        dropout = self.dropout if self.training else 0.0
-        keys, values = state.keys.to(q.dtype), state.values.to(q.dtype)
-        return dot_product_attention(q, keys, values, mask, dropout=dropout)
-
-    def empty_state(self, batch_size: int, max_len: int | None, device: torch.device, dtype: torch.dtype) -> SourceKeys:
-        """Return the state without a source: see `MultiHead.empty_state`."""
-        keys, values = (
-            torch.zeros(batch_size, self.n_heads, 0, dim, device=device, dtype=dtype)
-            for dim in (self.qk_dim, self.head_dim)
-        )
-        return SourceKeys(keys, values, *_no_source(batch_size, device))
+            mask = valid_positions(source.length.clamp(min=1), slots)[:, None, None]  # (B, 1, 1, S)
+        return dot_product_attention(q, keys, values, mask, dropout=self.dropout if self.training else 0.0)
 
 
 class LinearCrossAttention(CrossAttention):
@@ -262,6 +233,7 @@ class LinearCrossAttention(CrossAttention):
     """
 
     divides_heads = True
+    without_autocast = True
 
     def __init__(
         self,
@@ -277,29 +249,18 @@ class LinearCrossAttention(CrossAttention):
         self.feature_map.for_heads(n_heads)
         self.divides_heads = next(self.feature_map.parameters(), None) is None
 
-    def keep(self, k: Tensor, v: Tensor, length: Tensor, given: Tensor) -> SourceSums:
+    def keep(self, k: Tensor, v: Tensor, length: Tensor) -> Sums:
         """Sum the features of the keys: see `CrossAttention.keep`."""
         full = accumulator(k.dtype)
-        with torch.autocast(k.device.type, enabled=False):
-            # φ(0) is not 0, so it is φ(k) that must be masked.
-            phi = self.feature_map.keys(k.to(full)).masked_fill(~_mask(k, length), 0)  # (B, H, S, F)
-            return SourceSums(*key_sums(phi, v.to(full)), length, given)
+        # φ(0) is not 0, so it is φ(k) that must be masked.
+        phi = self.feature_map.keys(k.to(full)).masked_fill(~_mask(k, length), 0)  # (B, H, S, F)
+        return Sums(*key_sums(phi, v.to(full)))
 
-    def read(self, q: Tensor, state: SourceSums) -> Tensor:
+    def read(self, q: Tensor, source: Source) -> Tensor:
         """Read the sums: see `CrossAttention.read`."""
         full = accumulator(q.dtype)
-        with torch.autocast(q.device.type, enabled=False):
-            phi, eps = self.feature_map(q.to(full)), self.feature_map.eps
-            return read_sums(phi, state.s.to(full), state.z.to(full), eps=eps).to(q.dtype)
-
-    def empty_state(self, batch_size: int, max_len: int | None, device: torch.device, dtype: torch.dtype) -> SourceSums:
-        """Return empty sums: see `MultiHead.empty_state`."""
-        shape, full = (batch_size, self.n_heads, self.feature_map.n_features), accumulator(dtype)
-        s = torch.zeros(*shape, self.head_dim, device=device, dtype=full)
-        return SourceSums(s, torch.zeros(shape, device=device, dtype=full), *_no_source(batch_size, device))
-
-
-FeaturesOfSource = PerformerSourceSums | StabilisedSourceSums
+        s, z = (t.to(full) for t in source.kept)
+        return read_sums(self.feature_map(q.to(full)), s, z, eps=self.feature_map.eps).to(q.dtype)
 
 
 class PerformerCrossAttention(CrossAttention):
@@ -322,6 +283,7 @@ class PerformerCrossAttention(CrossAttention):
     """
 
     divides_heads = True
+    without_autocast = True
 
     def __init__(
         self,
@@ -340,50 +302,33 @@ class PerformerCrossAttention(CrossAttention):
         self.feature_map = RandomFeatures(n_heads, self.head_dim, n_features, features, orthogonal, norms, eps)
         RandomFeatures.name_buffers_in(self)
 
-    def keep(self, k: Tensor, v: Tensor, length: Tensor, given: Tensor) -> FeaturesOfSource:
+    def keep(self, k: Tensor, v: Tensor, length: Tensor) -> FeatureSums:
         """Sum the features of the keys: see `CrossAttention.keep`."""
         full = accumulator(k.dtype)
-        with torch.autocast(k.device.type, enabled=False):
-            sums = self.feature_map.sums(k.to(full), v.to(full), _mask(k, length)[..., 0])
-        return self._state(sums, length, given)
+        return self.feature_map.sums(k.to(full), v.to(full), _mask(k, length)[..., 0])
 
-    def read(self, q: Tensor, state: FeaturesOfSource) -> Tensor:
+    def read(self, q: Tensor, source: Source) -> Tensor:
         """Read the sums: see `CrossAttention.read`."""
-        stale = (state.drawn != self.feature_map.draws) & state.given  # (B,)
+        stale = (source.kept.drawn != self.feature_map.draws) & source.given  # (B,)
         if reads_values(stale) and stale.any():
             raise ValueError(
                 f"{type(self).__name__}: the features were redrawn after `remember` read the source; call it again"
             )
         full = accumulator(q.dtype)
-        with torch.autocast(q.device.type, enabled=False):
-            top = state.top.to(full) if isinstance(state, StabilisedSourceSums) else None
-            sums = FeatureSums(state.s.to(full), state.z.to(full), state.m.to(full), top)
-            y = self.feature_map.read(q.to(full), sums)
+        y = self.feature_map.read(q.to(full), source.kept)
         return y.to(q.dtype).masked_fill(stale[:, None, None, None], torch.nan)
 
-    def _state(self, sums: FeatureSums, length: Tensor, given: Tensor) -> FeaturesOfSource:
-        """Return the state with `sums` of the present features over a source of `length` (B,) positions."""
-        drawn = self.feature_map.draws.to(length.device).repeat(len(length))
-        state = PerformerSourceSums(*sums[:3], length, drawn, given)
-        return state if sums.top is None else StabilisedSourceSums(*state, sums.top)
-
-    def empty_state(
-        self, batch_size: int, max_len: int | None, device: torch.device, dtype: torch.dtype
-    ) -> FeaturesOfSource:
-        """Return empty sums: see `MultiHead.empty_state`."""
-        sums = self.feature_map.no_sums(batch_size, self.head_dim, device, accumulator(dtype))
-        return self._state(sums, *_no_source(batch_size, device))
-
-    def reset(self, state: FeaturesOfSource, rows: Tensor) -> FeaturesOfSource:
+    def reset(self, state: Source, rows: Tensor) -> Source:
         """Remove the source of the rows where `rows` is True: see `SequenceModule.reset`."""
-        return self.feature_map.emptied(state, super().reset(state, rows), rows)
+        zeroed = super().reset(state, rows)
+        return zeroed._replace(kept=self.feature_map.emptied(zeroed.kept, rows))
 
     def redraw(self, generator: torch.Generator) -> None:
         """Draw new features from `generator`, in place. Sources that were read before are then invalid."""
         self.feature_map.draw(generator)
 
+    @override
     def keep_heads(self, rank: int, size: int) -> None:
-        """See `MultiHead.keep_heads`."""
         super().keep_heads(rank, size)
         self.feature_map.heads = self.heads
 
@@ -407,19 +352,13 @@ def check_source(module: Any, source: Tensor, lengths: Tensor | None) -> None:
     check_lengths(name, lengths, source)
 
 
-def sources(state: State) -> Iterator[Any]:
-    """Yield the states in the tree `state` that `CrossAttention.remember` made."""
-    if hasattr(state, "given"):
+def sources(state: State) -> Iterator[Source]:
+    """Yield the sources in the tree `state`."""
+    if isinstance(state, Source):
         yield state
     elif isinstance(state, tuple):
         for part in state:
             yield from sources(part)
-
-
-def _no_source(batch_size: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return `length` and `given` of rows without a source."""
-    length = torch.zeros(batch_size, dtype=torch.long, device=device)
-    return length, torch.zeros_like(length, dtype=torch.bool)
 
 
 def _mask(k: Tensor, length: Tensor) -> Tensor:

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from lit_effattn.checks import positive
 from lit_effattn.hparams import HasInitArgs
 from lit_effattn.ops.linear.pytorch import elu_features
 
@@ -96,8 +97,7 @@ class HedgehogFeatureMap(FeatureMap):
 
     def __init__(self, head_dim: int, eps: float = 1e-12) -> None:
         super().__init__(head_dim)
-        if not 0 < eps < math.inf:
-            raise ValueError(f"eps={eps} must be above 0, for a row without keys, and finite; 1e-12 is usual")
+        positive(eps=eps)
         self.eps = eps
         self.head_dim = head_dim
         self.n_features = 2 * head_dim

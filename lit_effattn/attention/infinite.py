@@ -4,25 +4,26 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from typing_extensions import override
 
 from lit_effattn.attention.kv_cache import newest, slots_used
 from lit_effattn.attention.long_term_memory import InfiniteMemory, LongTermMemory, Sampling, whole_segments
-from lit_effattn.attention.transformer_xl import TransformerXLAttention
-from lit_effattn.checks import at_least
+from lit_effattn.attention.memory import MemoryAttention
+from lit_effattn.checks import at_least, one_of, positive
 from lit_effattn.ops.continuous import Grid, gaussian
-from lit_effattn.ops.relative import furthest, relative_attention, relative_shift
+from lit_effattn.ops.relative import furthest, relative_shift
 from lit_effattn.sequence import State, accumulator, valid_lengths, without_padding
 
 Writes = Literal["evicted", "segment"]
 ShortTerm = Literal["transformer_xl", "softmax"]
 
 
-class InfiniteAttention(TransformerXLAttention):
+class InfiniteAttention(MemoryAttention):
     """Transformer-XL's attention, and attention to a signal X̄(t) = Bᵀψ(t), t ∈ [0, 1], of all earlier inputs.
 
         y_i = XL_i + W_o' concat_h Σ_j E_{N(t; μ, σ²)}[ψ_j(t)] W_v' B_j
@@ -102,9 +103,8 @@ class InfiniteAttention(TransformerXLAttention):
             that is `norm_memory` of the `Transformer`.
     """
 
-    depends_on_split = False
     extra_parameters = (
-        *TransformerXLAttention.extra_parameters,
+        *MemoryAttention.extra_parameters,
         "ltm_q_proj",
         "ltm_k_proj",
         "ltm_v_proj",
@@ -139,7 +139,7 @@ class InfiniteAttention(TransformerXLAttention):
         norm_signal: bool = True,
         **options: Any,
     ) -> None:
-        super().__init__(d_model, n_heads, causal, same_length=False, **options)
+        super().__init__(d_model, n_heads, causal, **options)
         if not causal:
             raise ValueError("causal=False: InfiniteAttention remembers past positions, so it needs causal=True")
         at_least(1, segment_len=segment_len, n_samples=n_samples, n_bins=n_bins)
@@ -148,27 +148,26 @@ class InfiniteAttention(TransformerXLAttention):
             raise ValueError(f"widths={widths} must hold at least one width of the basis functions, all above 0")
         if n_basis % len(widths):
             raise ValueError(f"n_basis={n_basis} is not divisible by the {len(widths)} widths {widths}; change one")
-        for name, positive in (("ridge", ridge), ("sigma_0", sigma_0)):
-            if not 0 < positive < math.inf:
-                raise ValueError(f"{name}={positive} must be above 0, and finite")
+        positive(ridge=ridge, sigma_0=sigma_0)
         if not 0 <= kl_weight < math.inf:
             raise ValueError(f"kl_weight={kl_weight} must be at least 0, and finite; 0 turns the regulariser off")
         if not 0 < tau < 1:
             raise ValueError(f"tau={tau} must be between 0 and 1, both excluded: it is the share of the old signal")
-        choices = {"writes": (writes, Writes), "sampling": (sampling, Sampling), "grid": (grid, Grid)}
-        for name, (choice, known) in (choices | {"short_term": (short_term, ShortTerm)}).items():
-            if choice not in get_args(known):
-                raise ValueError(f"{name}={choice!r} is not one of {get_args(known)}")
+        one_of(Writes, writes=writes)
+        one_of(Sampling, sampling=sampling)
+        one_of(Grid, grid=grid)
+        one_of(ShortTerm, short_term=short_term)
         if sampling != "quantiles" and not sticky:
             raise ValueError(f"sampling={sampling!r} needs sticky=True; without it the samples are even: leave it out")
         self.short_term = short_term
-        if short_term == "softmax":
+        self.has_positions = short_term == "transformer_xl"
+        if self.has_positions:
+            self._add_positions()
+        else:
+            self.set_memory(self.mem_len, self.clamp_len)
             for name, given in (("position_dropout", self.position_dropout), ("share_uv", bool(self.shared))):
                 if given:
                     raise ValueError(f"{name}={given} with short_term='softmax', which has no R, u and v: leave it out")
-            self._check_clamp(self.clamp_len)
-            self.has_positions = False
-            del self.r_proj, self.u, self.v
         self.segment_len = segment_len
         self.n_basis = n_basis
         self.widths = tuple(widths)
@@ -214,10 +213,10 @@ class InfiniteAttention(TransformerXLAttention):
                 sigma_0=sigma_0,
             )
 
+    @override
     def forward(
         self, x: Tensor, state: State | None = None, lengths: Tensor | None = None
     ) -> tuple[Tensor, InfiniteMemory]:
-        """See `SequenceModule.forward`."""
         self.check(x, state, lengths)
         x = without_padding(x, lengths)
         before = self.initial_state(len(x), device=x.device, dtype=x.dtype) if state is None else state
@@ -249,18 +248,7 @@ class InfiniteAttention(TransformerXLAttention):
         k, v = self._heads(self.k_proj(inputs)), self._heads(self.v_proj(inputs))
         if self.short_term == "softmax":
             return self._softmax(q, k, v, first)
-        return relative_attention(
-            q,
-            k,
-            v,
-            self._relative_keys(furthest(n, m, self._reach, self.chunk_size), 0).to(q.dtype),
-            self.u.to(q.dtype),
-            self.v.to(q.dtype),
-            window=self._reach,
-            first=first,
-            chunk_size=self.chunk_size,
-            dropout=self._dropout_now,
-        )
+        return self._relative(q, k, v, furthest(n, m, self._reach, self.chunk_size), window=self._reach, first=first)
 
     def _softmax(self, q: Tensor, k: Tensor, v: Tensor, first: Tensor) -> Tensor:
         """Attend from q_i to the keys `first_i` (B, N) to M + i: (B, H, N, D), (B, H, M + N, D) -> (B, H, N, D)."""
@@ -328,7 +316,7 @@ class InfiniteAttention(TransformerXLAttention):
     def empty_state(
         self, batch_size: int, max_len: int | None, device: torch.device, dtype: torch.dtype
     ) -> InfiniteMemory:
-        """Return empty memories, of fixed size with or without `max_len`: see `MultiHead.empty_state`."""
+        """Return empty memories, of fixed size with or without `max_len`: see `SequenceModule.initial_state`."""
         full = accumulator(dtype)
 
         def empty(dtype: torch.dtype, *shape: int) -> Tensor:
@@ -347,18 +335,11 @@ class InfiniteAttention(TransformerXLAttention):
         """See `SequenceModule.reset`. The counter is kept, so the next document's samples have different jitter."""
         return super().reset(state, rows)._replace(counter=state.counter)
 
-    def set_memory(self, mem_len: int, clamp_len: int | None = None, same_length: bool = False) -> None:
-        """See `TransformerXLAttention.set_memory`. `same_length` must be False: the split never has an effect here."""
-        if same_length:
-            raise ValueError(
-                "same_length=True: the inputs that InfiniteAttention sees never depend on the split; leave it out"
-            )
-        self._check_clamp(clamp_len)
-        super().set_memory(mem_len, clamp_len)
-
-    def _check_clamp(self, clamp_len: int | None) -> None:
-        if clamp_len is not None and getattr(self, "short_term", "transformer_xl") == "softmax":
+    @override
+    def set_memory(self, mem_len: int, clamp_len: int | None = None) -> None:
+        if clamp_len is not None and not self.has_positions:
             raise ValueError(f"clamp_len={clamp_len} with short_term='softmax', which has no distances: leave it out")
+        super().set_memory(mem_len, clamp_len)
 
     @property
     def needs_norm(self) -> str:
@@ -414,13 +395,11 @@ class InfiniteAttention(TransformerXLAttention):
         return torch.cat(results, 2)
 
     def _terms(self, q: Tensor, k: Tensor, distance: Tensor) -> tuple[Tensor, ...]:
-        """See `TransformerXLAttention._terms`; softmax attention has the first."""
-        if self.short_term == "transformer_xl":
+        if self.has_positions:
             return super()._terms(q, k, distance)
         return q @ k.mT * self.head_dim**-0.5, *3 * (q.new_zeros(()),)
 
     def _keys(self, x: Tensor, state: InfiniteMemory | None, lengths: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-        """See `TransformerXLAttention._keys`."""
         n, m = x.size(1), 0 if state is None else min(int(state.length.max()), self._reach)
         if state is not None:
             x = torch.cat([state.inputs[:, self._reach - m :].to(x.dtype), x], 1)  # (B, M + N, E)

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from lit_effattn.attention.base import Attention
 from lit_effattn.attention.feature_maps import EluFeatureMap, FeatureMap
@@ -47,6 +48,7 @@ class LinearAttention(Attention):
     """
 
     takes_parts = True
+    without_autocast = True
     divides_heads = True
     extra_parameters = ("feature_map",)
 
@@ -67,27 +69,26 @@ class LinearAttention(Attention):
         self.divides_heads = next(self.feature_map.parameters(), None) is None  # some have them for each head
         self.chunk_size = chunk_size
 
+    @override
     def attend(
         self, q: Tensor, k: Tensor, v: Tensor, state: LinearState | None, lengths: Tensor | None
     ) -> tuple[Tensor, LinearState | None]:
-        """Combine queries, keys and values: see `Attention.attend`."""
         b, _, n, _ = q.shape
         full, eps = accumulator(q.dtype), self.feature_map.eps
-        with torch.autocast(q.device.type, enabled=False):
-            if not self.causal:
-                return linear_attention(*self._features(q, k, lengths), v.to(full), eps=eps).to(v.dtype), None
-            if state is None:
-                state = self.initial_state(b, device=q.device, dtype=full)
-            s, z = state.s.to(full), state.z.to(full)
-            if n == 1:
-                y, s, z = linear_attention_step(
-                    *self._features(q, k, lengths), v.to(full), s, z, eps=eps, in_place=may_overwrite()
-                )
-            else:
-                elu = type(self.feature_map) is EluFeatureMap  # the kernels compute it
-                q, k = (q, k) if elu else self._features(q, k, lengths)
-                y, s, z = causal_linear_attention(q, k, v, s, z, lengths, elu=elu, chunk_size=self.chunk_size, eps=eps)
-            return y.to(v.dtype), LinearState(s, z, state.length + (n if lengths is None else lengths))
+        if not self.causal:
+            return linear_attention(*self._features(q, k, lengths), v.to(full), eps=eps).to(v.dtype), None
+        if state is None:
+            state = self.initial_state(b, device=q.device, dtype=full)
+        s, z = state.s.to(full), state.z.to(full)
+        if n == 1:
+            y, s, z = linear_attention_step(
+                *self._features(q, k, lengths), v.to(full), s, z, eps=eps, in_place=may_overwrite()
+            )
+        else:
+            elu = type(self.feature_map) is EluFeatureMap  # the kernels compute it
+            q, k = (q, k) if elu else self._features(q, k, lengths)
+            y, s, z = causal_linear_attention(q, k, v, s, z, lengths, elu=elu, chunk_size=self.chunk_size, eps=eps)
+        return y.to(v.dtype), LinearState(s, z, state.length + (n if lengths is None else lengths))
 
     def _features(self, q: Tensor, k: Tensor, lengths: Tensor | None) -> tuple[Tensor, Tensor]:
         """Return φ(q) and φ(k), (B, H, N, D_qk) -> (B, H, N, F), in float32 or more."""
@@ -97,10 +98,10 @@ class LinearAttention(Attention):
         # φ(0) is not 0, so it is φ(k) that must be masked; masking v would leave the denominator wrong.
         return heads_without_padding(self.feature_map.keys(k.to(accumulator(k.dtype))), lengths)
 
+    @override
     def empty_state(
         self, batch_size: int, max_len: int | None, device: torch.device, dtype: torch.dtype
     ) -> LinearState:
-        """Return empty sums: see `MultiHead.empty_state`."""
         h, f, d = self.n_heads, self.feature_map.n_features, self.head_dim
         return LinearState(
             torch.zeros(batch_size, h, f, d, device=device, dtype=accumulator(dtype)),
@@ -111,8 +112,7 @@ class LinearAttention(Attention):
     def summarise(self, k: Tensor, v: Tensor, lengths: Tensor | None) -> LinearState:
         """Return the sums over keys and values: see `Attention.summarise`."""
         full = accumulator(k.dtype)
-        with torch.autocast(k.device.type, enabled=False):
-            s, z = key_sums(self._keys(k, lengths), v.to(full))
+        s, z = key_sums(self._keys(k, lengths), v.to(full))
         return LinearState(s, z, valid_lengths(lengths, k, 2))
 
     def combine_states(self, before: LinearState, after: LinearState) -> LinearState:

@@ -6,6 +6,7 @@ from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from lit_effattn.attention.base import Attention
 from lit_effattn.attention.kv_cache import append
@@ -71,6 +72,7 @@ class LSHAttention(Attention):
         ValueError: If an option is out of its range.
     """
 
+    without_autocast = True
     lacks: ClassVar = {"k_proj": "its keys are its queries, normalised (shared q/k, Kitaev et al. 2020, section 2)"}
 
     rotations: Tensor
@@ -106,15 +108,14 @@ class LSHAttention(Attention):
         self, q: Tensor, k: Tensor, v: Tensor, state: LSHCache | None, lengths: Tensor | None
     ) -> tuple[Tensor, LSHCache | None]:
         """Combine the shared vectors (`q` and `k` are the same) and the values: see `Attention.attend`."""
-        with torch.autocast(q.device.type, enabled=False):
-            full = accumulator(q.dtype)
-            buckets = self._buckets(q.to(full), lengths)
-            if self.causal:
-                y, state = self._attend_causal(q, v, state, buckets, lengths)
-                return y.to(v.dtype), state
-            chunks = sorted_chunks(buckets, self.n_buckets, self.chunk_size)
-            y = attend_in_chunks(q, v, chunks.places, chunks, self.n_buckets, self.chunk_size, causal=False)
-            return y.to(v.dtype), None
+        full = accumulator(q.dtype)
+        buckets = self._buckets(q.to(full), lengths)
+        if self.causal:
+            y, state = self._attend_causal(q, v, state, buckets, lengths)
+            return y.to(v.dtype), state
+        chunks = sorted_chunks(buckets, self.n_buckets, self.chunk_size)
+        y = attend_in_chunks(q, v, chunks.places, chunks, self.n_buckets, self.chunk_size, causal=False)
+        return y.to(v.dtype), None
 
     def _attend_causal(
         self, x: Tensor, v: Tensor, state: LSHCache | None, buckets: Tensor, lengths: Tensor | None
@@ -192,8 +193,8 @@ class LSHAttention(Attention):
         """The state grows with every position, and no option bounds it."""
         return ""
 
+    @override
     def empty_state(self, batch_size: int, max_len: int | None, device: torch.device, dtype: torch.dtype) -> LSHCache:
-        """Return an empty cache: see `MultiHead.empty_state`."""
 
         def empty(*shape: int, dtype: torch.dtype = torch.long) -> Tensor:
             return torch.zeros(batch_size, *shape, device=device, dtype=dtype)

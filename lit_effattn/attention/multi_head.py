@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import inspect
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from lit_effattn.checks import at_least
-from lit_effattn.sequence import SequenceModule, State
+from lit_effattn.sequence import SequenceModule
 
 
 class MultiHead(SequenceModule):
@@ -36,6 +37,22 @@ class MultiHead(SequenceModule):
     In the kind's state, tensors of two or more dimensions are then (B, H, …).
     """
 
+    without_autocast = False
+    """Whether heads are combined without autocast. The kind converts them to float32 or more."""
+
+    reads_source = False
+    """Whether the module reads a source: see `CrossAttention`."""
+
+    split_option = ""
+    """The option that, set to true, makes outputs independent of how a stream is split. "": they always are.
+
+    With this option the kind supports `sequence_parallel`.
+    """
+
+    def _precision(self, heads: Tensor) -> AbstractContextManager[Any]:
+        """Disable autocast within the context if `without_autocast`."""
+        return torch.autocast(heads.device.type, enabled=False) if self.without_autocast else nullcontext()
+
     def _divide(self, d_model: int, n_heads: int, head_dim: int | None, d_qk: int | None) -> int:
         """Set the sizes of the heads, and return the width of all heads' queries together.
 
@@ -57,28 +74,6 @@ class MultiHead(SequenceModule):
             )
         self.qk_dim = width // n_heads
         return width
-
-    def initial_state(
-        self,
-        batch_size: int,
-        *,
-        max_len: int | None = None,
-        device: torch.device | None = None,
-        dtype: torch.dtype | None = None,
-    ) -> State:
-        """See `SequenceModule.initial_state`."""
-        return self.empty_state(batch_size, max_len, *self.default(device, dtype))
-
-    def empty_state(self, batch_size: int, max_len: int | None, device: torch.device, dtype: torch.dtype) -> State:
-        """Compute `initial_state`. A kind overrides this method, or `initial_state`.
-
-        Args:
-            batch_size: Number of rows B.
-            max_len: Maximum number of positions of each row; None: the state may grow.
-            device: Device of the tensors.
-            dtype: Type of the stored tensors; accumulators have at least float32.
-        """
-        raise NotImplementedError(f"{type(self).__name__} overrides neither `empty_state` nor `initial_state`")
 
     def keep_heads(self, rank: int, size: int) -> None:
         """Compute part `rank` of `size` equal parts of the heads, which are also those of the state.
@@ -110,10 +105,14 @@ class MultiHead(SequenceModule):
 
 
 def kinds_with(attribute: str) -> str:
-    """Return the names of the library's kinds whose class has a true `attribute`, for messages."""
+    """Return the names of the library's kinds whose class has a true `attribute`, for messages.
+
+    An attribute that is a text is an option, which is named, too.
+    """
     kinds: list[Any] = [MultiHead]
     for kind in kinds:
         kinds.extend(below for below in kind.__subclasses__() if below.__module__.startswith("lit_effattn."))
+    values = {kind.__name__: getattr(kind, attribute) for kind in kinds if not inspect.isabstract(kind)}
     return ", ".join(
-        sorted({kind.__name__ for kind in kinds if getattr(kind, attribute) and not inspect.isabstract(kind)})
+        f"{name} with {value}" if isinstance(value, str) else name for name, value in sorted(values.items()) if value
     )

@@ -6,36 +6,24 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from lit_effattn.attention.base import Attention
-from lit_effattn.attention.random_features import NOTHING_SEEN, Features, FeatureSums, RandomFeatures
+from lit_effattn.attention.random_features import NOTHING_SEEN, Features, RandomFeatures
 from lit_effattn.ops.favor.pytorch import Norms, causal_favor, favor_step, positive_favor
 from lit_effattn.ops.linear.pytorch import causal_linear_attention, linear_attention_step
 from lit_effattn.sequence import accumulator, may_overwrite, reads_values, valid_lengths, valid_positions
 
 
 class PerformerState(NamedTuple):
-    """Sums over all positions seen, in float32 or more, and the draw of the features that were summed."""
+    """The `FeatureSums` over all positions seen, in float32 or more."""
 
     s: Tensor  # (B, H, F, D), Σ e^{log φ(k) − m} vᵀ
     z: Tensor  # (B, H, F), Σ e^{log φ(k) − m}
     m: Tensor  # (B, H, F), max log φ(k), −∞ before the first key; (B, H, 0) for features that are not in log space
-    length: Tensor  # (B,)
+    top: Tensor  # (B, H), what `eps` is scaled by: max ωᵀk̃ over all keys and features; else −∞
     drawn: Tensor  # (B,), how often the features had been redrawn when the sums were gathered
-
-
-class StabilisedPerformerState(NamedTuple):
-    """A `PerformerState` for `eps` above 0: with one feature more, and the maximum that `eps` is scaled by."""
-
-    s: Tensor  # (B, H, F + 1, D)
-    z: Tensor  # (B, H, F + 1)
-    m: Tensor  # (B, H, F + 1)
     length: Tensor  # (B,)
-    drawn: Tensor  # (B,)
-    top: Tensor  # (B, H), max ωᵀk̃ over all keys and features, −∞ before the first key
-
-
-Sums = PerformerState | StabilisedPerformerState
 
 
 class PerformerAttention(Attention):
@@ -89,6 +77,7 @@ class PerformerAttention(Attention):
     """
 
     takes_parts = True
+    without_autocast = True
     divides_heads = True
 
     def __init__(
@@ -112,35 +101,31 @@ class PerformerAttention(Attention):
         self.feature_map = RandomFeatures(n_heads, self.head_dim, n_features, features, orthogonal, norms, eps)
         RandomFeatures.name_buffers_in(self)
 
+    @override
     def attend(
-        self, q: Tensor, k: Tensor, v: Tensor, state: Sums | None, lengths: Tensor | None
-    ) -> tuple[Tensor, Sums | None]:
-        """Combine queries, keys and values: see `Attention.attend`."""
+        self, q: Tensor, k: Tensor, v: Tensor, state: PerformerState | None, lengths: Tensor | None
+    ) -> tuple[Tensor, PerformerState | None]:
         phi, (b, _, n, _) = self.feature_map, q.shape
-        with torch.autocast(q.device.type, enabled=False):
-            full = accumulator(q.dtype)
-            valid = None if lengths is None else valid_positions(lengths, n)[:, None]  # (B, 1, N)
-            if not self.causal:
-                return phi.read(q.to(full), phi.sums(k.to(full), v.to(full), valid)).to(v.dtype), None
-            state = self.initial_state(b, device=q.device, dtype=full) if state is None else self._current(state, n)
-            sums = state.s.to(full), state.z.to(full), state.m.to(full)
-            if isinstance(state, StabilisedPerformerState):
-                log_q, log_k, top = self._plus_eps(q.to(full), k.to(full), valid, state.top.to(full))
-                if n == 1:
-                    y, s, z, m = favor_step(log_q, log_k, v.to(full), *sums, in_place=may_overwrite())
-                else:
-                    y, s, z, m = causal_favor(log_q, log_k, v.to(full), *sums, chunk_size=self.chunk_size)
-                state = state._replace(top=top)
-            elif phi.in_log_space and n > 1:
-                scale, omega = self.head_dim**-0.25, phi.directions(full)
-                y, s, z, m = positive_favor(q, k, v, omega, *sums, lengths, scale=scale, chunk_size=self.chunk_size)
+        full = accumulator(q.dtype)
+        valid = None if lengths is None else valid_positions(lengths, n)[:, None]  # (B, 1, N)
+        if not self.causal:
+            return phi.read(q.to(full), phi.sums(k.to(full), v.to(full), valid)).to(v.dtype), None
+        state = self.initial_state(b, device=q.device, dtype=full) if state is None else self._current(state, n)
+        sums = state.s.to(full), state.z.to(full), state.m.to(full)
+        top = state.top.to(full)
+        if phi.stabilised:
+            log_q, log_k, top = self._plus_eps(q.to(full), k.to(full), valid, top)
+            if n == 1:
+                y, s, z, m = favor_step(log_q, log_k, v.to(full), *sums, in_place=may_overwrite())
             else:
-                y, s, z, m = self._sum(q.to(full), k.to(full), v.to(full), valid, *sums)
-            length = state.length + (n if lengths is None else lengths)
-            after = PerformerState(s, z, m, length, state.drawn)  # PyTorch 2.11 does not trace `_replace` here
-            if isinstance(state, StabilisedPerformerState):
-                return y.to(v.dtype), StabilisedPerformerState(*after, state.top)
-            return y.to(v.dtype), after
+                y, s, z, m = causal_favor(log_q, log_k, v.to(full), *sums, chunk_size=self.chunk_size)
+        elif phi.in_log_space and n > 1:
+            scale, omega = self.head_dim**-0.25, phi.directions(full)
+            y, s, z, m = positive_favor(q, k, v, omega, *sums, lengths, scale=scale, chunk_size=self.chunk_size)
+        else:
+            y, s, z, m = self._sum(q.to(full), k.to(full), v.to(full), valid, *sums)
+        length = state.length + (n if lengths is None else lengths)
+        return y.to(v.dtype), PerformerState(s, z, m, top, state.drawn, length)
 
     def _plus_eps(
         self, q: Tensor, k: Tensor, valid: Tensor | None, before: Tensor | None = None
@@ -172,43 +157,39 @@ class PerformerAttention(Attention):
         """Map (B, H, N, D) queries and keys to features (B, H, N, F), or to their logarithms."""
         return self.feature_map.queries(q), self.feature_map.keys(k, valid)
 
-    def empty_state(self, batch_size: int, max_len: int | None, device: torch.device, dtype: torch.dtype) -> Sums:
-        """Return empty sums: see `MultiHead.empty_state`."""
+    @override
+    def empty_state(
+        self, batch_size: int, max_len: int | None, device: torch.device, dtype: torch.dtype
+    ) -> PerformerState:
         sums = self.feature_map.no_sums(batch_size, self.head_dim, device, accumulator(dtype))
-        return self._state(sums, torch.zeros(batch_size, dtype=torch.long, device=device))
+        return PerformerState(*sums, torch.zeros(batch_size, dtype=torch.long, device=device))
 
-    def _state(self, sums: FeatureSums, length: Tensor) -> Sums:
-        """Return the state with `sums` of the present features over `length` (B,) positions."""
-        state = PerformerState(*sums[:3], length, self.feature_map.draws.to(length.device).repeat(len(length)))
-        return state if sums.top is None else StabilisedPerformerState(*state, sums.top)
-
-    def _current(self, state: Sums, n: int | None = None) -> Sums:
+    def _current(self, state: PerformerState, n: int | None = None) -> PerformerState:
         """Empty the rows whose features have been redrawn since, before `n` positions, which continue to count."""
         stale = state.drawn != self.feature_map.draws
         if reads_values(stale) and not stale.any():
             return state
         if n == 1 and self.feature_map.in_log_space:  # `favor_step` scales s by e^{m − m'} = 0; zeros would be a copy
-            return self.feature_map.emptied(state, state, stale)
+            return self.feature_map.emptied(state, stale)
         return self.reset(state, stale)._replace(length=state.length)
 
-    def reset(self, state: Sums, rows: Tensor) -> Sums:
+    def reset(self, state: PerformerState, rows: Tensor) -> PerformerState:
         """Empty the sums of the rows where `rows` is True: see `SequenceModule.reset`."""
-        return self.feature_map.emptied(state, super().reset(state, rows), rows)
+        return self.feature_map.emptied(super().reset(state, rows), rows)
 
-    def summarise(self, k: Tensor, v: Tensor, lengths: Tensor | None) -> Sums:
+    def summarise(self, k: Tensor, v: Tensor, lengths: Tensor | None) -> PerformerState:
         """Return the sums over keys and values: see `Attention.summarise`."""
         full = accumulator(k.dtype)
         valid = None if lengths is None else valid_positions(lengths, k.size(2))[:, None]  # (B, 1, N)
-        with torch.autocast(k.device.type, enabled=False):
-            sums = self.feature_map.sums(k.to(full), v.to(full), valid)
-        return self._state(sums, valid_lengths(lengths, k, 2))
+        sums = self.feature_map.sums(k.to(full), v.to(full), valid)
+        return PerformerState(*sums, valid_lengths(lengths, k, 2))
 
-    def combine_states(self, before: Sums, after: Sums) -> Sums:
+    def combine_states(self, before: PerformerState, after: PerformerState) -> PerformerState:
         """Add the sums, scaled to the greater maximum: see `Attention.combine_states`.
 
             m = max(m₁, m₂),  s = Σ e^{mᵢ − m} sᵢ,  z = Σ e^{mᵢ − m} zᵢ
 
-        Sums of an earlier draw of the features count as empty.
+        PerformerState of an earlier draw of the features count as empty.
         """
         earlier = self.reset(before, before.drawn != after.drawn)
         length = before.length + after.length
@@ -216,21 +197,19 @@ class PerformerAttention(Attention):
             return after._replace(s=earlier.s + after.s, z=earlier.z + after.z, length=length)
         m = torch.maximum(earlier.m, after.m)
         (s, z), (s_2, z_2) = (_rescaled(state, m) for state in (earlier, after))
-        if isinstance(earlier, StabilisedPerformerState) and isinstance(after, StabilisedPerformerState):
-            after = after._replace(top=torch.maximum(earlier.top, after.top))
-        return after._replace(s=s + s_2, z=z + z_2, m=m, length=length)
+        return PerformerState(s + s_2, z + z_2, m, torch.maximum(earlier.top, after.top), after.drawn, length)
 
     def redraw(self, generator: torch.Generator) -> None:
         """Draw new features from `generator`, in place. Earlier states then count as empty."""
         self.feature_map.draw(generator)
 
+    @override
     def keep_heads(self, rank: int, size: int) -> None:
-        """See `MultiHead.keep_heads`."""
         super().keep_heads(rank, size)
         self.feature_map.heads = self.heads
 
 
-def _rescaled(state: Sums, m: Tensor) -> tuple[Tensor, Tensor]:
+def _rescaled(state: PerformerState, m: Tensor) -> tuple[Tensor, Tensor]:
     """Return `s` and `z` as if `m` had been the maximum; those of no key remain 0."""
     scale = (state.m - m).masked_fill(state.m == -torch.inf, -torch.inf).exp()  # (B, H, F)
     return state.s * scale[..., None], state.z * scale

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor, nn
+from typing_extensions import override
 
 from lit_effattn.hparams import HasInitArgs
 from lit_effattn.sequence import accumulator, reads_values
@@ -87,8 +88,8 @@ class LearnedPositions(Positions):
             self.table = _table(math.prod(shape), self.width)
 
     @property
+    @override
     def n_positions(self) -> int | None:
-        """See `Positions.n_positions`."""
         size = 0 if self.table is None else self.table.num_embeddings
         return None if self.period is not None and self.period <= size else size
 
@@ -125,8 +126,8 @@ class GridPositions(Positions):
             self.row, self.column, self.channel = (_table(size, self.width) for size in shape)
 
     @property
+    @override
     def n_positions(self) -> int | None:
-        """See `Positions.n_positions`."""
         if self.row is None:
             return 0
         return self.row.num_embeddings * self.column.num_embeddings * self.channel.num_embeddings

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from lit_effattn.checks import one_of
 from lit_effattn.ops.favor.pytorch import (
     Norms,
     draw_omega,
@@ -45,7 +46,8 @@ class FeatureSums(NamedTuple):
     s: Tensor  # (B, H, F, D), Σ e^{log φ(k) − m} vᵀ
     z: Tensor  # (B, H, F), Σ e^{log φ(k) − m}
     m: Tensor  # (B, H, F), max log φ(k), −∞ without keys; (B, H, 0) for features that are not in log space
-    top: Tensor | None  # (B, H), max ωᵀk̃ over all keys and features, −∞ without keys; None unless `stabilised`
+    top: Tensor  # (B, H), max ωᵀk̃ over all keys and features, −∞ without keys or unless `stabilised`
+    drawn: Tensor  # (B,), how often the features had been redrawn when the sums were gathered
 
 
 class RandomFeatures(nn.Module):
@@ -87,9 +89,8 @@ class RandomFeatures(nn.Module):
         eps: float | None,
     ) -> None:
         super().__init__()
-        for name, value, known in (("features", features, get_args(Features)), ("norms", norms, get_args(Norms))):
-            if value not in known:
-                raise ValueError(f"{name}={value!r} is not one of {known}")
+        one_of(Features, features=features)
+        one_of(Norms, norms=norms)
         if n_features is None:
             n_features = 8 * max(1, math.ceil(head_dim * math.log(head_dim) / 8))
         if n_features < 1:
@@ -139,38 +140,39 @@ class RandomFeatures(nn.Module):
 
     def sums(self, k: Tensor, v: Tensor, valid: Tensor | None = None) -> FeatureSums:
         """Return the sums over keys and values (B, H, N, D) where `valid` (B, 1, N) is True."""
+        top, drawn = v.new_full(v.shape[:2], -torch.inf), self.draws.to(v.device).repeat(len(v))
         if self.stabilised:
-            log_k, top = self.stabilised_keys(k, valid)
-            return FeatureSums(*favor_sums(log_k, v), top.amax(2))
-        phi = self.keys(k, valid)
+            phi, tops = self.stabilised_keys(k, valid)
+            top = tops.amax(2)
+        else:
+            phi = self.keys(k, valid)
         if self.in_log_space:
-            return FeatureSums(*favor_sums(phi, v), None)
+            return FeatureSums(*favor_sums(phi, v), top, drawn)
         s, z = key_sums(phi, v)
-        return FeatureSums(s, z, z[..., :0], None)
+        return FeatureSums(s, z, z[..., :0], top, drawn)
 
     def read(self, q: Tensor, sums: FeatureSums) -> Tensor:
         """Return φ(q)ᵀs / φ(q)ᵀz: (B, H, N, D) -> (B, H, N, D)."""
-        s, z, m, top = sums
-        if top is not None:
-            return read_favor_sums(self.stabilised_queries(q, top[..., None]), s, z, m)
-        if self.in_log_space:
-            return read_favor_sums(self.queries(q), s, z, m)
-        return read_sums(self.queries(q), s, z, eps=NOTHING_SEEN)
+        s, z, m, top = (t.to(q.dtype) for t in sums[:4])
+        if not self.in_log_space:
+            return read_sums(self.queries(q), s, z, eps=NOTHING_SEEN)
+        phi = self.stabilised_queries(q, top[..., None]) if self.stabilised else self.queries(q)
+        return read_favor_sums(phi, s, z, m)
 
     def no_sums(self, batch_size: int, dim: int, device: torch.device, dtype: torch.dtype) -> FeatureSums:
         """Return the sums of no keys and no values of `dim` dimensions."""
         n_heads = len(self._vectors(self.omega.dtype))
         z = torch.zeros(batch_size, n_heads, self.n_sums, device=device, dtype=dtype)
         m = torch.full_like(z if self.in_log_space else z[..., :0], -torch.inf)
-        return FeatureSums(z.new_zeros(*z.shape, dim), z, m, m[..., 0].clone() if self.stabilised else None)
+        top = z.new_full(z.shape[:2], -torch.inf)
+        return FeatureSums(z.new_zeros(*z.shape, dim), z, m, top, self.draws.to(device).repeat(batch_size))
 
-    def emptied(self, state: Any, zeroed: Any, rows: Tensor) -> Any:
-        """Return `state` with no sums in the rows where `rows` (B,) is True, given `zeroed`, with 0 in these rows."""
-        if hasattr(state, "top"):
-            zeroed = zeroed._replace(top=state.top.masked_fill(rows[:, None], -torch.inf))
-        return zeroed._replace(
-            m=state.m.masked_fill(rows[:, None, None], -torch.inf),
-            drawn=torch.where(rows, self.draws, state.drawn),
+    def emptied(self, sums: Any, rows: Tensor) -> Any:
+        """Return `sums` or a state with the maxima and the draw of no keys in the rows where `rows` (B,) is True."""
+        return sums._replace(
+            m=sums.m.masked_fill(rows[:, None, None], -torch.inf),
+            top=sums.top.masked_fill(rows[:, None], -torch.inf),
+            drawn=torch.where(rows, self.draws, sums.drawn),
         )
 
     def scaled(self, x: Tensor) -> Tensor:

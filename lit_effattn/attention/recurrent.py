@@ -10,10 +10,11 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from typing_extensions import override
 
 from lit_effattn.attention.base import Attention
 from lit_effattn.attention.kv_cache import newest
-from lit_effattn.checks import at_least
+from lit_effattn.checks import at_least, positive
 from lit_effattn.ops.convolution import short_convolution
 from lit_effattn.ops.gated_linear import fla
 from lit_effattn.ops.gated_linear.pytorch import gated_linear_attention, gated_linear_step, gated_linear_weights
@@ -48,15 +49,14 @@ class Gates(NamedTuple):
 
 
 class _Heads(NamedTuple):
-    """The arguments of the recurrence. If not causal, B is twice the number of rows and H half of the heads."""
+    """The arguments of the recurrence."""
 
     q: Tensor  # (B, H, N, D_qk)
     k: Tensor  # (B, H, N, D_qk)
     v: Tensor  # (B, H, N, D)
     log_decay: Tensor | None  # as `gated_linear_attention` takes it
     beta: Tensor | None  # (B, H, N)
-    skip: Tensor | None  # (B or 1, H, 1, 1)
-    lengths: Tensor | None  # (B,)
+    skip: Tensor | None  # (H, 1, 1)
 
 
 class RecurrentAttention(Attention):
@@ -153,44 +153,65 @@ class RecurrentAttention(Attention):
         """Transform queries and keys (B, N, H_qk, D_qk), after the convolution."""
         return q, k
 
+    @override
     def forward(
         self, x: Tensor, state: RecurrentState | None = None, lengths: Tensor | None = None
     ) -> tuple[Tensor, RecurrentState | None]:
-        """See `SequenceModule.forward`."""
         self.check(x, state, lengths)
         x = without_padding(x, lengths)
-        heads, state = self._heads_of(x, state, lengths)
+        y, state = self._each_way(self._read, x, state, lengths, dims=[2])
         gate = None if self.gate_proj is None else self.gate_proj(x)
         with torch.autocast(x.device.type, enabled=False):
-            y, state = self.attend(heads.q, heads.k, heads.v, state, heads.lengths, heads.log_decay, heads.beta)
-            y = y.to(accumulator(y.dtype))
-            if heads.skip is not None:
-                y = y + heads.skip * heads.v
-            y = y if self.causal else _both_directions(y, lengths, 2)
             y = self.norm(y.transpose(1, 2), gate)  # (B, H, N, D) -> (B, N, H D)
         y = self.out_proj(y.to(self.out_proj.weight.dtype))
         return without_padding(y, lengths), state if self.causal else None
 
-    def attend(
+    def _each_way(
         self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
+        compute: Callable[..., tuple[Tensor, Any]],
+        x: Tensor,
         state: RecurrentState | None,
         lengths: Tensor | None,
-        log_decay: Tensor | None = None,
-        beta: Tensor | None = None,
+        dims: list[int],
+    ) -> tuple[Tensor, Any]:
+        """Call `compute` without autocast: if causal once, else for the heads of each direction.
+
+        Args:
+            compute: From channels (B, N, C), gates, state, lengths and a slice of heads to (B, H, …) of these heads.
+            x: (B, N, E).
+            state: The state before `x`, or None.
+            lengths: (B,) valid positions, or None.
+            dims: The dimensions of the result that are positions.
+        """
+        channels = torch.cat([p(x) for p in (self.q_proj, self.k_proj, self.v_proj)], -1)  # (B, N, C)
+        gates = self.gates(x)
+        with torch.autocast(x.device.type, enabled=False):
+            if state is None:
+                state = self.empty_state(len(x), None, x.device, channels.dtype)
+            if self.causal:
+                return compute(channels, gates, state, lengths, slice(None))
+            even, after = compute(channels, gates, state, lengths, slice(0, None, 2))
+            gates = Gates(*(t if t is None or t.dim() == 1 else reversed_rows(t, lengths) for t in gates))
+            odd, _ = compute(reversed_rows(channels, lengths), gates, state, lengths, slice(1, None, 2))
+            for dim in dims:
+                odd = reversed_rows(odd, lengths, dim)
+            return torch.stack([even, odd], 2).flatten(1, 2), after
+
+    def _read(
+        self, channels: Tensor, gates: Gates, state: RecurrentState, lengths: Tensor | None, of: slice
     ) -> tuple[Tensor, RecurrentState]:
-        """Compute the recurrence, with the factors of `gated_linear_attention`: see `Attention.attend`."""
-        if state is None:
-            state = self._state(q, q.dtype)
-        s = state.s.to(accumulator(q.dtype))
-        options: dict[str, Any] = {"log_decay": log_decay, "beta": beta, "lengths": lengths}
-        if q.size(2) == 1:
-            y, s = gated_linear_step(q, k, v, s, in_place=may_overwrite(), **options)
+        """Compute the recurrence of the heads `of`: (B, N, C) -> (B, H, N, D), and the state after it."""
+        heads, recent = self._heads_of(channels, gates, state, lengths, of)
+        s = (state.s if self.causal else state.s[:, of]).to(accumulator(heads.q.dtype))
+        options: dict[str, Any] = {"log_decay": heads.log_decay, "beta": heads.beta, "lengths": lengths}
+        if channels.size(1) == 1:
+            y, s = gated_linear_step(*heads[:3], s, in_place=may_overwrite(), **options)
         else:
-            y, s = gated_linear_attention(q, k, v, s, chunk_size=self.chunk_size, **options)
-        return y, RecurrentState(s, state.recent, state.length + valid_lengths(lengths, q, 2))
+            y, s = gated_linear_attention(*heads[:3], s, chunk_size=self.chunk_size, **options)
+        y = y.to(accumulator(y.dtype))
+        if heads.skip is not None:
+            y = y + heads.skip * heads.v
+        return y, RecurrentState(s, recent, state.length + valid_lengths(lengths, channels))
 
     @torch.no_grad()
     def attention_weights(self, x: Tensor, state: State | None = None, lengths: Tensor | None = None) -> Tensor:
@@ -201,54 +222,43 @@ class RecurrentAttention(Attention):
         no column. See `Attention.attention_weights`.
         """
         self.check(x, state, lengths)
-        heads, _ = self._heads_of(without_padding(x, lengths), state, lengths)
-        with torch.autocast(x.device.type, enabled=False):
-            options = {"log_decay": heads.log_decay, "beta": heads.beta, "lengths": heads.lengths}
-            weights = gated_linear_weights(heads.q, heads.k, **options)  # (B, H, N, N)
-            if heads.skip is not None:
-                weights = weights + heads.skip * torch.eye(x.size(1), device=x.device, dtype=weights.dtype)
-        if not self.causal:
-            weights = _both_directions(weights, lengths, 2, 3)
+        weights, _ = self._each_way(self._weights_of, without_padding(x, lengths), state, lengths, dims=[2, 3])
         if lengths is None:
             return weights
         valid = valid_positions(lengths, x.size(1))[:, None]  # (B, 1, N)
         return weights.masked_fill(~(valid[..., None] & valid[:, :, None]), 0)
 
+    def _weights_of(
+        self, channels: Tensor, gates: Gates, state: RecurrentState, lengths: Tensor | None, of: slice
+    ) -> tuple[Tensor, Tensor]:
+        """Compute the weights of the heads `of`, (B, H, N, N), and the newest inputs of the convolution."""
+        heads, recent = self._heads_of(channels, gates, state, lengths, of)
+        weights = gated_linear_weights(heads.q, heads.k, log_decay=heads.log_decay, beta=heads.beta, lengths=lengths)
+        if heads.skip is not None:
+            weights = weights + heads.skip * torch.eye(weights.size(2), device=weights.device, dtype=weights.dtype)
+        return weights, recent
+
     def _heads_of(
-        self, x: Tensor, state: RecurrentState | None, lengths: Tensor | None
-    ) -> tuple[_Heads, RecurrentState]:
-        """Compute the arguments of the recurrence, and the state before it, its convolution after `x`."""
-        channels = torch.cat([p(x) for p in (self.q_proj, self.k_proj, self.v_proj)], -1)  # (B, N, C)
-        given, full, gates = channels.dtype, accumulator(channels.dtype), self.gates(x)
-        skip: Tensor | None = self.skip
-        with torch.autocast(x.device.type, enabled=False):
-            if not self.causal:
-                channels = torch.cat([channels, reversed_rows(channels, lengths)])  # (2 B, N, C)
-            both = lengths if self.causal or lengths is None else torch.cat([lengths, lengths])
-            if state is None:
-                state = self._state(channels, channels.dtype)
-            channels, recent = self._convolved(channels.to(full), state.recent, both)
-            width = self.n_qk_heads * self.qk_dim
-            q, k, v = channels.split([width, width, self.n_heads * self.head_dim], -1)
-            q, k = self.features(*(t.unflatten(2, (self.n_qk_heads, -1)) for t in (q, k)))
-            v = v.unflatten(2, (self.n_heads, -1))  # (B, N, H, D)
-            q, k = self._rotated(q.transpose(1, 2), k.transpose(1, 2), state.length if self.causal else None)
-            q, k = (self._for_all_heads(t).transpose(1, 2) for t in (q, k))  # (B, N, H, D_qk)
-            log_decay, beta, step = gates
-            if not self.causal:
-                q, k, v = (torch.cat([t[: len(x), :, ::2], t[len(x) :, :, 1::2]]) for t in (q, k, v))
-                log_decay, beta, step = (_one_direction_each(t, x, lengths) for t in gates)
-                skip = _one_direction_each(skip, x, lengths)
-            if step is not None:
-                k = k * step[..., None]
-            if fla.use(q.device, given, self.qk_dim, gated=log_decay is not None and log_decay.dim() > 1):
-                q, k, v = (t.to(given) for t in (q, k, v))
-            q, k, v = (t.transpose(1, 2) for t in (q, k, v))  # (B, H, N, ·)
-            if log_decay is not None and log_decay.dim() > 1:
-                log_decay = log_decay.transpose(1, 2) if log_decay.dim() > 2 else log_decay[..., None]
-            beta = None if beta is None else beta.transpose(1, 2)
-            skip = None if skip is None else skip[..., None, None].to(full)
-        return _Heads(q, k, v, log_decay, beta, skip, both), state._replace(recent=recent)
+        self, channels: Tensor, gates: Gates, state: RecurrentState, lengths: Tensor | None, of: slice
+    ) -> tuple[_Heads, Tensor]:
+        """Compute the arguments of the recurrence for the heads `of`, and the newest inputs of the convolution."""
+        given, full = channels.dtype, accumulator(channels.dtype)
+        channels, recent = self._convolved(channels.to(full), state.recent, lengths)
+        width = self.n_qk_heads * self.qk_dim
+        q, k, v = channels.split([width, width, self.n_heads * self.head_dim], -1)
+        q, k = self.features(*(t.unflatten(2, (self.n_qk_heads, -1)) for t in (q, k)))
+        q, k = self._rotated(q.transpose(1, 2), k.transpose(1, 2), state.length)
+        q, k = (self._for_all_heads(t)[:, of] for t in (q, k))  # (B, H, N, D_qk)
+        v = self._heads(v)[:, of]  # (B, H, N, D)
+        log_decay, beta, step = (
+            t if t is None else t[of] if t.dim() == 1 else t.transpose(1, 2)[:, of] for t in gates
+        )  # (H,), (B, H, N) or (B, H, N, D_qk)
+        if step is not None:
+            k = k * step[..., None]
+        if fla.use(q.device, given, self.qk_dim, gated=log_decay is not None and log_decay.dim() > 1):
+            q, k, v = (t.to(given) for t in (q, k, v))
+        skip = None if self.skip is None else self.skip[of, None, None].to(full)
+        return _Heads(q, k, v, log_decay, beta, skip), recent
 
     def _convolved(self, channels: Tensor, recent: Tensor, lengths: Tensor | None) -> tuple[Tensor, Tensor]:
         """Apply the convolution and SiLU: (B, N, C) -> (B, N, C), and the newest inputs."""
@@ -259,18 +269,13 @@ class RecurrentAttention(Attention):
     def empty_state(
         self, batch_size: int, max_len: int | None, device: torch.device, dtype: torch.dtype
     ) -> RecurrentState:
-        """Return zeros: see `MultiHead.empty_state`."""
+        """Return zeros: see `SequenceModule.initial_state`."""
         recent = 0 if self.convolution is None else self.convolution.size - 1
         return RecurrentState(
             torch.zeros(batch_size, self.n_heads, self.qk_dim, self.head_dim, device=device, dtype=accumulator(dtype)),
             torch.zeros(batch_size, recent, self.n_channels, device=device, dtype=dtype),
             torch.zeros(batch_size, dtype=torch.long, device=device),
         )
-
-    def _state(self, like: Tensor, dtype: torch.dtype) -> RecurrentState:
-        """Return the empty state of as many rows as `like` has; if not causal, that of half of the heads."""
-        state: RecurrentState = self.empty_state(like.size(0), None, like.device, dtype)
-        return state if self.causal else state._replace(s=state.s[:, ::2])
 
 
 class ShortConvolution(nn.Module):
@@ -342,8 +347,7 @@ class GatedNorm(nn.Module):
         activation: Callable[[Tensor], Tensor] = F.silu,
     ) -> None:
         super().__init__()
-        if not 0 < eps < math.inf:
-            raise ValueError(f"norm_eps={eps} must be above 0, and finite; 1e-5 is usual")
+        positive(norm_eps=eps)
         self.width, self.eps, self.centred, self.gate_first = shape[-1], eps, centred, gate_first
         self.activation = activation
         self.gain = nn.Parameter(torch.ones(shape)) if gain else None
@@ -391,20 +395,3 @@ def log_decay(raw: Tensor, a_log: Tensor, dt_bias: Tensor) -> Tensor:
     # Flat: PyTorch 2.11 compiles softplus' backward pass for other strides than a transposed gradient has.
     step = F.softplus(shifted.flatten()).view_as(shifted)
     return -(a if raw.dim() == 3 else a[:, None]) * step
-
-
-def _one_direction_each(t: Tensor | None, x: Tensor, lengths: Tensor | None) -> Tensor | None:
-    """Take the even heads of (B, N, H, …), or (H,), and the odd ones reversed: (2 B, N, H / 2, …), or (2 B, H / 2)."""
-    if t is None:
-        return None
-    if t.dim() == 1:
-        return torch.cat([t[::2].expand(len(x), -1), t[1::2].expand(len(x), -1)])
-    return torch.cat([t[:, :, ::2], reversed_rows(t[:, :, 1::2], lengths)])
-
-
-def _both_directions(y: Tensor, lengths: Tensor | None, *dims: int) -> Tensor:
-    """Undo `_one_direction_each` for (2 B, H / 2, …) heads, whose positions are in the dimensions `dims`."""
-    even, odd = y.chunk(2)
-    for dim in dims:
-        odd = reversed_rows(odd, lengths, dim)
-    return torch.stack([even, odd], 2).flatten(1, 2)

@@ -6,7 +6,6 @@ Each computes the gates of the recurrence in `RecurrentAttention`. Definitions: 
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import torch
@@ -23,7 +22,7 @@ from lit_effattn.attention.recurrent import (
     per_head,
     unit_length,
 )
-from lit_effattn.checks import at_least
+from lit_effattn.checks import at_least, positive
 from lit_effattn.sequence import accumulator
 
 
@@ -106,8 +105,7 @@ class GatedLinearAttention(RecurrentAttention):
         **options: Any,
     ) -> None:
         at_least(1, gate_rank=gate_rank)
-        if not 0 < tau < math.inf:
-            raise ValueError(f"tau={tau} must be above 0, and finite; 16 is usual")
+        positive(tau=tau)
         qk_dim = per_head(d_model, n_heads, 0.5) if qk_dim is None else qk_dim
         super().__init__(d_model, n_heads, causal, qk_dim=qk_dim, n_qk_heads=None, conv_size=conv_size, **options)
         self.activated = conv_size is not None

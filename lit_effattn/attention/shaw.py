@@ -35,6 +35,7 @@ class ShawAttention(SoftmaxAttention):
 
     takes_rotary = False
     has_positions = True
+    without_autocast = True
     extra_parameters = ("key_table", "value_table")
     divides_heads = False  # the gradient of the tables would be a sum over processes
 
@@ -82,18 +83,17 @@ class ShawAttention(SoftmaxAttention):
         return untiled(self._relative(q, k, v, (c - r - (k.size(2) - q.size(2)))[None], mask), b, n)
 
     def _relative(self, q: Tensor, k: Tensor, v: Tensor, distance: Tensor, mask: Tensor | None) -> Tensor:
-        with torch.autocast(q.device.type, enabled=False):
-            full = accumulator(q.dtype)
-            table = self.value_table.to(full)
-            y = shaw_attention(
-                q.to(full),
-                k.to(full),
-                v.to(full),
-                distance,
-                self.key_table.to(full),
-                torch.zeros_like(table) if self._weighs else table,
-                max_distance=self.max_distance,
-                mask=mask,
-                dropout=self._dropout_now,
-            )
-            return y.to(v.dtype)
+        full = accumulator(q.dtype)
+        table = self.value_table.to(full)
+        y = shaw_attention(
+            q.to(full),
+            k.to(full),
+            v.to(full),
+            distance,
+            self.key_table.to(full),
+            torch.zeros_like(table) if self._weighs else table,
+            max_distance=self.max_distance,
+            mask=mask,
+            dropout=self._dropout_now,
+        )
+        return y.to(v.dtype)

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from lit_effattn.attention.base import Attention
 from lit_effattn.attention.kv_cache import (
@@ -66,10 +67,10 @@ class SoftmaxAttention(Attention):
         self.window = window
         self.dropout = dropout
 
+    @override
     def attend(
         self, q: Tensor, k: Tensor, v: Tensor, state: Cache | None, lengths: Tensor | None
     ) -> tuple[Tensor, Cache | None]:
-        """Combine queries, keys and values: see `Attention.attend`."""
         n, seen = q.size(2), valid_lengths(lengths, q, 2)
         if not self.causal:
             # A row without any key sees the first: avoids a softmax of 0 / 0.
@@ -130,8 +131,8 @@ class SoftmaxAttention(Attention):
         keys, values = (t[:, :, :used].to(q.dtype) for t in state[:2])
         return self._see(q, keys, values, (at >= 0)[:, None, None], position, at), state
 
+    @override
     def empty_state(self, batch_size: int, max_len: int | None, device: torch.device, dtype: torch.dtype) -> Cache:
-        """Return an empty cache: see `MultiHead.empty_state`."""
         slots = max_len or 0
         if self.window is not None:
             slots = min(self.window, max_len or self.window)

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import warnings
 from functools import partial
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from typing_extensions import override
 
 from lit_effattn.attention.base import Attention
 from lit_effattn.attention.kv_cache import Cache, FixedCache, append, attend_window, check_room, write
-from lit_effattn.checks import at_least, probabilities
+from lit_effattn.checks import at_least, one_of, probabilities
 from lit_effattn.ops.sparse import fixed_attention, gather_rows, strided_attention, summary_positions
 from lit_effattn.ops.window import windowed_attention
 from lit_effattn.sequence import may_overwrite, reads_values, valid_lengths, without_padding
@@ -76,6 +77,8 @@ class SparseAttention(Attention):
         ValueError: If an option is out of range, or has no meaning with another.
     """
 
+    without_autocast = True
+
     def __init__(
         self,
         d_model: int,
@@ -93,12 +96,8 @@ class SparseAttention(Attention):
         d_qk: int | None = None,
     ) -> None:
         super().__init__(d_model, n_heads, causal, bias=bias, d_qk=d_qk)
-        for name, value, known in (
-            ("pattern", pattern, get_args(Pattern)),
-            ("combine", combine, get_args(Combination)),
-        ):
-            if value not in known:
-                raise ValueError(f"{name}={value!r} is not one of {known}")
+        one_of(Pattern, pattern=pattern)
+        one_of(Combination, combine=combine)
         at_least(1, stride=stride)
         if pattern == "strided" and (summary is not None or distinct or num_verts is not None):
             raise ValueError(
@@ -146,25 +145,24 @@ class SparseAttention(Attention):
         }[combine]
         """The heads that see each set."""
 
+    @override
     def attend(
         self, q: Tensor, k: Tensor, v: Tensor, state: SparseState | None, lengths: Tensor | None
     ) -> tuple[Tensor, SparseState | None]:
-        """Combine queries, keys and values: see `Attention.attend`."""
         if self.training and state is None and not torch.compiler.is_compiling():
             self._say_if_all_is_covered(q.size(2))
-        with torch.autocast(q.device.type, enabled=False):
-            if not self.causal:
-                return self._see(q, k, v, lengths=lengths), None
-            seen = valid_lengths(lengths, q, 2)
-            if self.pattern == "fixed":
-                assert state is None or isinstance(state, SummaryCache)
-                return self._attend_fixed(q, k, v, state, seen, lengths)
-            if self.combine == "local":
-                assert state is None or isinstance(state, Cache)
-                see = partial(windowed_attention, window=self.stride, dropout=self._dropout_now)
-                return attend_window(see, q, k, v, state, seen, self.stride)
+        if not self.causal:
+            return self._see(q, k, v, lengths=lengths), None
+        seen = valid_lengths(lengths, q, 2)
+        if self.pattern == "fixed":
+            assert state is None or isinstance(state, SummaryCache)
+            return self._attend_fixed(q, k, v, state, seen, lengths)
+        if self.combine == "local":
             assert state is None or isinstance(state, Cache)
-            return self._attend_strided(q, k, v, state, seen, lengths)
+            see = partial(windowed_attention, window=self.stride, dropout=self._dropout_now)
+            return attend_window(see, q, k, v, state, seen, self.stride)
+        assert state is None or isinstance(state, Cache)
+        return self._attend_strided(q, k, v, state, seen, lengths)
 
     def _see(self, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
         """Compute the outputs (B, H, N, D) for each group of heads: see `strided_attention` and `fixed_attention`."""
@@ -273,10 +271,10 @@ class SparseAttention(Attention):
         """Return None for local sets alone, whose state is bounded, else "": no option bounds distant sets."""
         return None if self.combine == "local" else ""
 
+    @override
     def empty_state(
         self, batch_size: int, max_len: int | None, device: torch.device, dtype: torch.dtype
     ) -> SparseState:
-        """Return an empty state: see `MultiHead.empty_state`."""
         length = torch.zeros(batch_size, dtype=torch.long, device=device)
 
         def empty(heads: slice, slots: int) -> tuple[Tensor, Tensor]:

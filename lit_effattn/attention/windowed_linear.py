@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from typing_extensions import override
 
 from lit_effattn.attention.base import Attention
 from lit_effattn.attention.feature_maps import FeatureMap, HedgehogFeatureMap
@@ -60,6 +61,7 @@ class WindowedLinearAttention(Attention):
 
     takes_groups = True
     takes_parts = True
+    without_autocast = True
     extra_parameters = ("feature_map", "mixing")
     no_weight_decay = ("mixing",)
 
@@ -86,10 +88,10 @@ class WindowedLinearAttention(Attention):
         self.feature_map.for_heads(n_heads)
         self.mixing = nn.Parameter(torch.full((n_heads,), math.log(_GAMMA / (1 - _GAMMA))))
 
+    @override
     def attend(
         self, q: Tensor, k: Tensor, v: Tensor, state: WindowedLinearState | None, lengths: Tensor | None
     ) -> tuple[Tensor, WindowedLinearState]:
-        """Combine queries, keys and values: see `Attention.attend`."""
         b, _, n, _ = q.shape
         m, full = self.window - 1, accumulator(q.dtype)
         if state is None:
@@ -98,21 +100,20 @@ class WindowedLinearAttention(Attention):
         k = torch.cat([state.keys.to(k.dtype), k], 2)  # (B, H_kv, M + N, D)
         v = torch.cat([state.values.to(v.dtype), v], 2)
         past = state.length.clamp(max=m)
-        with torch.autocast(q.device.type, enabled=False):
-            queries, keys, values = q.to(full), self._for_all_heads(k).to(full), self._for_all_heads(v).to(full)
-            y, s, z = windowed_linear_attention(
-                queries,
-                keys,
-                values,
-                self.feature_map(queries),
-                self._leaving(keys[:, :, :n], past, seen),
-                state.s.to(full),
-                state.z.to(full),
-                self._gamma(full),
-                self.window,
-                past=past,
-                chunk_size=self.chunk_size,
-            )
+        queries, keys, values = q.to(full), self._for_all_heads(k).to(full), self._for_all_heads(v).to(full)
+        y, s, z = windowed_linear_attention(
+            queries,
+            keys,
+            values,
+            self.feature_map(queries),
+            self._leaving(keys[:, :, :n], past, seen),
+            state.s.to(full),
+            state.z.to(full),
+            self._gamma(full),
+            self.window,
+            past=past,
+            chunk_size=self.chunk_size,
+        )
         stored = state.keys.dtype
         held_keys, held_values = (newest(t, seen + m, m, dim=2).to(stored) for t in (k, v))
         return y.to(v.dtype), WindowedLinearState(held_keys, held_values, s, z, state.length + seen)
@@ -137,7 +138,7 @@ class WindowedLinearAttention(Attention):
     def empty_state(
         self, batch_size: int, max_len: int | None, device: torch.device, dtype: torch.dtype
     ) -> WindowedLinearState:
-        """Return an empty window and empty sums: see `MultiHead.empty_state`."""
+        """Return an empty window and empty sums: see `SequenceModule.initial_state`."""
         cache = batch_size, self.n_kv_heads, self.window - 1, self.head_dim
         sums = batch_size, self.n_heads, self.feature_map.n_features, self.head_dim
         full = accumulator(dtype)
@@ -174,9 +175,8 @@ class WindowedLinearAttention(Attention):
     def _sums(self, k: Tensor, v: Tensor, leaves: Tensor) -> tuple[Tensor, Tensor]:
         """Return the sums over the keys and values (B, H_kv, M, D) where `leaves` (B, M) is True."""
         full = accumulator(k.dtype)
-        with torch.autocast(k.device.type, enabled=False):
-            phi = self.feature_map.keys(self._for_all_heads(k).to(full)).masked_fill(~leaves[:, None, :, None], 0)
-            return key_sums(phi, self._for_all_heads(v).to(full))
+        phi = self.feature_map.keys(self._for_all_heads(k).to(full)).masked_fill(~leaves[:, None, :, None], 0)
+        return key_sums(phi, self._for_all_heads(v).to(full))
 
     def unit_values(self, state: WindowedLinearState) -> dict[str, Tensor]:
         """Return units for the sums in the first column, and for the window in those after it."""

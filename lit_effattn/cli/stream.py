@@ -31,7 +31,7 @@ from lit_effattn.tasks.speech_stream import RecognizedPhone, SpeechStream, strea
 
 _BY_BLOCK = (
     "warning: the phones may depend on --block_ms, since a position of this model sees all of its block; train "
-    "TransformerXLAttention with same_length: true"
+    "{kind} with {option}: true"
 )
 
 
@@ -120,8 +120,9 @@ def stream(args: list[str]) -> None:
         load_stream(phones, regular(Path(given.state)))
     if given.save_state is not None:
         _ = phones.kept  # a beam search raises now, not after an hour
-    if any(getattr(module, "depends_on_split", False) for module in model.backbone.modules()):
-        print(_BY_BLOCK, file=sys.stderr)
+    by_block = [module for module in model.backbone.modules() if getattr(module, "depends_on_split", False)]
+    for module in by_block[:1]:
+        print(_BY_BLOCK.format(kind=type(module).__name__, option=module.split_option), file=sys.stderr)
     heard = False
     try:
         for samples in _sound(given.stream, banks.sample_rate, block_ms):

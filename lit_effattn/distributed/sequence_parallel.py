@@ -41,7 +41,7 @@ class Parts:
         """Return the message for a user who calls a module without `takes_parts` inside `sequence_parallel`."""
         return (
             f"{type(module).__name__} does not support sequence_parallel, in which a process has a part of each "
-            f"sequence; causal {kinds_with('takes_parts')}, and TransformerXLAttention with same_length, support it"
+            f"sequence; causal {kinds_with('takes_parts')}, and {kinds_with('split_option')}, support it"
         )
 
     def count(self, seen: Tensor) -> tuple[Tensor, Tensor]:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
-from typing import Literal, NamedTuple, get_args
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
-from lit_effattn.checks import at_least
+from lit_effattn.checks import at_least, one_of
 from lit_effattn.generation.compiled import Steps
 from lit_effattn.generation.sampling import check_causal, check_log_probs, check_prompt, first_state
 from lit_effattn.nn.heads import Head
@@ -60,8 +60,7 @@ def check_beam(beam: int, n_best: int, length_penalty: float, length_norm: str =
         raise ValueError(f"n_best={n_best} must be from 1 to beam={beam}, the number of hypotheses")
     if not 0 <= length_penalty < math.inf:
         raise ValueError(f"length_penalty={length_penalty} must be finite and at least 0; 0 compares log-probabilities")
-    if length_norm not in get_args(LengthNorm):
-        raise ValueError(f"length_norm={length_norm!r} is not one of {', '.join(get_args(LengthNorm))}")
+    one_of(LengthNorm, length_norm=length_norm)
 
 
 @torch.no_grad()

@@ -14,12 +14,12 @@ from lit_effattn.laws import tree
 
 
 class Tolerance(NamedTuple):
-    """|a − b| ≤ rtol |b| + atol min(s, most), with s the largest |b| of all tensors that are compared together."""
+    """|a − b| ≤ rtol |b| + atol min(s, cap), with s the largest |b| of all tensors that are compared together."""
 
     rtol: float
     atol: float
     reason: str
-    most: float = 1
+    cap: float = 1
 
 
 TOLERANCES = {
@@ -101,7 +101,7 @@ def difference(check: Check, tolerance: Tolerance) -> Difference | None:
         if a.shape != b.shape or a.dtype != b.dtype:
             actual, wanted = (f"{t.dtype} of shape {tuple(t.shape)}" for t in (a, b))
             return Difference(f"{check.what}: {actual} in place of {wanted}", of=name)
-    rtol, atol, _, largest = EXACT if check.exact else tolerance
+    rtol, atol, _, cap = EXACT if check.exact else tolerance
     if all(torch.equal(got[name], b) for name, b in expected.items()):
         return None
     sizes = [b.abs().max().item() for b in expected.values() if b.numel()]
@@ -109,7 +109,7 @@ def difference(check: Check, tolerance: Tolerance) -> Difference | None:
     worst: Difference | None = None
     for name, b in expected.items():
         gap = (got[name] - b).abs()
-        wrong = ~(gap.isfinite() & (gap <= rtol * b.abs() + atol * min(largest, scale)))
+        wrong = ~(gap.isfinite() & (gap <= rtol * b.abs() + atol * min(cap, scale)))
         if not wrong.any():
             continue
         largest = gap.max().item() if not gap.isnan().any() else float("nan")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from functools import reduce
 from itertools import pairwise
 
@@ -11,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lit_effattn import registry
+from lit_effattn.checks import positive
 from lit_effattn.nn.heads import Head
 from lit_effattn.sequence import accumulator
 
@@ -49,8 +49,7 @@ class Bands(nn.Module):
                 f"div_value={div_value} with d_model={d_model} and {len(cutoffs)} cutoffs: it must be at least 1, and "
                 "so must d_model / div_value^(number of cutoffs), the width of the last band"
             )
-        if proj_init_std is not None and not 0 < proj_init_std < math.inf:
-            raise ValueError(f"proj_init_std={proj_init_std} must be positive and finite; leave it out for d_i^−½")
+        positive(proj_init_std=proj_init_std)
         self.register_buffer("cutoffs", torch.tensor(cutoffs), persistent=False)
         self.starts = borders[:-1]
         self.sizes = [b - a for a, b in pairwise(borders)]

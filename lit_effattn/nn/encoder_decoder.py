@@ -112,13 +112,8 @@ class EncoderDecoder(SequenceModule):
                 hook.remove()
         return [k.attention_weights(i, encoded, source_lengths) for k, i in zip(kinds, inputs, strict=True)]
 
-    def initial_state(
-        self,
-        batch_size: int,
-        *,
-        max_len: int | None = None,
-        device: torch.device | None = None,
-        dtype: torch.dtype | None = None,
+    def empty_state(
+        self, batch_size: int, max_len: int | None, device: torch.device, dtype: torch.dtype
     ) -> TransformerState:
         """Return the decoder's state without a source, which `forward` rejects."""
         return self.decoder.initial_state(batch_size, max_len=max_len, device=device, dtype=dtype)

@@ -8,6 +8,7 @@ from collections.abc import Callable
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from typing_extensions import override
 
 from lit_effattn.checks import at_least
 from lit_effattn.hparams import HasInitArgs
@@ -56,8 +57,8 @@ class Projection(FrontEnd):
         super().__init__()
         self.proj = nn.Linear(n_features, d_model)
 
+    @override
     def forward(self, x: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
-        """See `FrontEnd.forward`."""
         return without_padding(self.proj(without_padding(x, lengths)), lengths), lengths
 
 
@@ -80,8 +81,8 @@ class FrameStacking(FrontEnd):
         self.context = (0, factor - 1)
         self.proj = nn.Linear(factor * n_features, d_model)
 
+    @override
     def forward(self, x: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
-        """See `FrontEnd.forward`."""
         x = F.pad(without_padding(x, lengths), (0, 0, 0, -x.size(1) % self.factor))
         stacked = x.reshape(x.size(0), -1, self.proj.in_features)  # (B, T, F) -> (B, T / s, s F)
         lengths = _divided(lengths, self.factor)
@@ -115,8 +116,8 @@ class ConvSubsampling(FrontEnd):
         self.convs = nn.ModuleList([first, second][: factor // 2])
         self.proj = nn.Linear(channels * -(-n_features // factor), d_model)
 
+    @override
     def forward(self, x: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
-        """See `FrontEnd.forward`."""
         x = x[:, None]  # (B, T, F) -> (B, 1, T, F)
         for conv in self.convs:
             # The previous layer's bias is in the padding; the convolution must see zeros there.

@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from lit_effattn.attention.recurrent import ShortConvolution
 from lit_effattn.checks import at_least
@@ -47,36 +48,30 @@ class LookAhead(SequenceModule):
         with torch.no_grad():
             self.convolution.weight.zero_()[n] = 1  # row j weighs h_{t+n−j}
 
-    def initial_state(
-        self,
-        batch_size: int,
-        *,
-        max_len: int | None = None,
-        device: torch.device | None = None,
-        dtype: torch.dtype | None = None,
+    @override
+    def empty_state(
+        self, batch_size: int, max_len: int | None, device: torch.device, dtype: torch.dtype
     ) -> LookAheadState:
-        """Return an empty state: see `SequenceModule.initial_state`."""
         module = self.module.initial_state(batch_size, max_len=max_len, device=device, dtype=dtype)
-        device, dtype = self.default(device, dtype)
         return LookAheadState(module, torch.zeros(batch_size, self.n, self.d_model, device=device, dtype=dtype))
 
+    @override
     def reset(self, state: LookAheadState, rows: Tensor) -> LookAheadState:
-        """See `SequenceModule.reset`."""
         return LookAheadState(self.module.reset(state.module, rows), super().reset(state.recent, rows))
 
+    @override
     def grow(self, state: LookAheadState, max_len: int) -> LookAheadState:
-        """See `SequenceModule.grow`."""
         return LookAheadState(self.module.grow(state.module, max_len), state.recent)
 
     @property
+    @override
     def bounded_by(self) -> str | None:
-        """See `SequenceModule.bounded_by`."""
         return self.module.bounded_by
 
+    @override
     def forward(
         self, x: Tensor, state: LookAheadState | None = None, lengths: Tensor | None = None
     ) -> tuple[Tensor, LookAheadState]:
-        """See `SequenceModule.forward`."""
         self.check(x, state, lengths)
         state = state or LookAheadState(None, x.new_zeros(x.size(0), self.n, self.d_model))
         h, module = self.module(x, state.module, lengths)  # (B, N, d_model), 0 in the padding

@@ -9,6 +9,7 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from typing_extensions import override
 
 from lit_effattn.checks import at_least, probabilities
 from lit_effattn.sequence import SequenceModule, accumulator, reversed_rows, valid_positions, without_padding
@@ -73,10 +74,10 @@ class LSTM(SequenceModule):
         self.layers = nn.ModuleList(_Layer(width, hidden) for width in widths)
         self.backward_layers = nn.ModuleList(_Layer(width, hidden) for width in widths if not causal)
 
+    @override
     def forward(
         self, x: Tensor, state: LSTMState | None = None, lengths: Tensor | None = None
     ) -> tuple[Tensor, LSTMState | None]:
-        """See `SequenceModule.forward`."""
         self.check(x, state, lengths)
         with torch.autocast(x.device.type, enabled=False):
             y = self._drop(without_padding(x, lengths).to(accumulator(x.dtype)))
@@ -107,16 +108,8 @@ class LSTM(SequenceModule):
     def _drop(self, x: Tensor) -> Tensor:
         return F.dropout(x, self.dropout, self.training)
 
-    def initial_state(
-        self,
-        batch_size: int,
-        *,
-        max_len: int | None = None,
-        device: torch.device | None = None,
-        dtype: torch.dtype | None = None,
-    ) -> LSTMState:
+    def empty_state(self, batch_size: int, max_len: int | None, device: torch.device, dtype: torch.dtype) -> LSTMState:
         """Return zeros: see `SequenceModule.initial_state`."""
-        device, dtype = self.default(device, dtype)
         shape = batch_size, len(self.layers), self.d_model
         return LSTMState(
             torch.zeros(shape, device=device, dtype=accumulator(dtype)),

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from lit_effattn.sequence import (
     SequenceModule,
+    Source,
     State,
     _like,
     check_lengths,
@@ -187,7 +188,7 @@ def alike(sizes: Tensor, pieces: Tensor) -> Iterator[Tensor]:
 
 
 def _reads_source(state: State) -> bool:
-    return hasattr(state, "given") or (isinstance(state, tuple) and any(_reads_source(part) for part in state))
+    return isinstance(state, Source) or (isinstance(state, tuple) and any(_reads_source(part) for part in state))
 
 
 def join(states: list[State]) -> State:

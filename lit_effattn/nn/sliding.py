@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from lit_effattn.attention.kv_cache import gather, newest
 from lit_effattn.checks import at_least
@@ -47,25 +48,19 @@ class SlidingWindow(SequenceModule):
         self.window = window
         self.windows_at_once = windows_at_once
 
-    def initial_state(
-        self,
-        batch_size: int,
-        *,
-        max_len: int | None = None,
-        device: torch.device | None = None,
-        dtype: torch.dtype | None = None,
+    @override
+    def empty_state(
+        self, batch_size: int, max_len: int | None, device: torch.device, dtype: torch.dtype
     ) -> SlidingState:
-        """Return an empty state: see `SequenceModule.initial_state`."""
-        device, dtype = self.default(device, dtype)
         return SlidingState(
             torch.zeros(batch_size, self.window - 1, self.d_input, device=device, dtype=dtype),
             torch.zeros(batch_size, dtype=torch.long, device=device),
         )
 
+    @override
     def forward(
         self, x: Tensor, state: SlidingState | None = None, lengths: Tensor | None = None
     ) -> tuple[Tensor, SlidingState]:
-        """See `SequenceModule.forward`."""
         self.check(x, state, lengths)
         b, n, _ = x.shape
         x = without_padding(x, lengths)

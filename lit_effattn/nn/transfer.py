@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from typing_extensions import override
 
 from lit_effattn.hparams import spec
 from lit_effattn.nn.transformer import Block
@@ -47,10 +48,10 @@ class Transfer(SequenceModule):
         self.register_state_dict_post_hook(_drop_old)
         self.register_load_state_dict_pre_hook(_restore_old)
 
+    @override
     def forward(
         self, x: Tensor, state: State | None = None, lengths: Tensor | None = None
     ) -> tuple[Tensor, State | None]:
-        """See `SequenceModule.forward`."""
         if not self.training:
             return self.new(x, state, lengths)
         before, own = (None, None) if state is None else (state.old, state.new)
@@ -61,20 +62,12 @@ class Transfer(SequenceModule):
         error, size = (t.to(full).square().sum((1, 2)) for t in (y - target, target))  # (B, N, E) -> (B,)
         return target, TransferState(after, own, error / size.clamp(min=torch.finfo(full).tiny))
 
-    def initial_state(
-        self,
-        batch_size: int,
-        *,
-        max_len: int | None = None,
-        device: torch.device | None = None,
-        dtype: torch.dtype | None = None,
-    ) -> State:
+    def empty_state(self, batch_size: int, max_len: int | None, device: torch.device, dtype: torch.dtype) -> State:
         """Return the empty state of both attentions, in evaluation that of `new` alone."""
         new = self.new.initial_state(batch_size, max_len=max_len, device=device, dtype=dtype)
         if not self.training:
             return new
         old = self.old.initial_state(batch_size, max_len=max_len, device=device, dtype=dtype)
-        device, dtype = self.default(device, dtype)
         return TransferState(old, new, torch.zeros(batch_size, device=device, dtype=accumulator(dtype)))
 
     def reset(self, state: State, rows: Tensor) -> State:
@@ -91,8 +84,8 @@ class Transfer(SequenceModule):
         return state._replace(old=self.old.grow(state.old, max_len), new=self.new.grow(state.new, max_len))
 
     @property
+    @override
     def bounded_by(self) -> str | None:
-        """See `SequenceModule.bounded_by`."""
         old = self.old.bounded_by if self.training else None
         return self.new.bounded_by if old is None else old
 

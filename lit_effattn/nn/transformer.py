@@ -5,18 +5,20 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from functools import partial
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
+from typing_extensions import override
 
 from lit_effattn.attention.base import Attention, AttentionFactory
 from lit_effattn.attention.cross import CrossAttention, CrossAttentionFactory, check_source
+from lit_effattn.attention.multi_head import kinds_with
 from lit_effattn.attention.positions import PositionsFactory, RotaryPositions, SinusoidalPositions
 from lit_effattn.attention.softmax import SoftmaxAttention
-from lit_effattn.checks import at_least, probabilities
+from lit_effattn.checks import at_least, one_of, positive, probabilities
 from lit_effattn.sequence import SequenceModule, State, in_parts, parts, valid_lengths, without_padding
 
 Activation = Literal["relu", "gelu", "gelu_tanh", "quick_gelu", "swiglu"]
@@ -131,10 +133,10 @@ class Block(SequenceModule):
                 )
             self.norm_cross = layer_norm(self.d_model)
 
+    @override
     def forward(
         self, x: Tensor, state: State | None = None, lengths: Tensor | None = None
     ) -> tuple[Tensor, State | None]:
-        """See `SequenceModule.forward`."""
         self.check(x, state, lengths)
         x = without_padding(x, lengths)  # a NaN in padding would reach the LayerNorm's gradients as 0 · NaN
         own, source = state if isinstance(state, DecoderBlockState) else (state, None)
@@ -163,14 +165,7 @@ class Block(SequenceModule):
             empty = self.attention.initial_state(source.size(0), max_len=max_len, device=source.device)
         return DecoderBlockState(empty, self.cross_attention.remember(source, lengths))
 
-    def initial_state(
-        self,
-        batch_size: int,
-        *,
-        max_len: int | None = None,
-        device: torch.device | None = None,
-        dtype: torch.dtype | None = None,
-    ) -> State:
+    def empty_state(self, batch_size: int, max_len: int | None, device: torch.device, dtype: torch.dtype) -> State:
         """Return the empty state, without a source: see `SequenceModule.initial_state`."""
         empty = self.attention.initial_state(batch_size, max_len=max_len, device=device, dtype=dtype)
         if self.cross_attention is None:
@@ -192,8 +187,8 @@ class Block(SequenceModule):
         return state._replace(attention=before)
 
     @property
+    @override
     def bounded_by(self) -> str | None:
-        """See `SequenceModule.bounded_by`."""
         return self.attention.bounded_by
 
 
@@ -292,14 +287,11 @@ class Transformer(SequenceModule):
         input_norm: bool = False,
     ) -> None:
         super().__init__()
-        for name, value, known in (
-            ("norm", norm, ("pre", "post")),
-            ("activation", activation, get_args(Activation)),
-            ("init", init, get_args(Initialisation)),
-            ("norm_kind", norm_kind, get_args(NormKind)),
-        ):
-            if value not in known:
-                raise ValueError(f"{name}={value!r} is not one of {known}")
+        one_of(("pre", "post"), norm=norm)
+        one_of(Activation, activation=activation)
+        one_of(Initialisation, init=init)
+        one_of(NormKind, norm_kind=norm_kind)
+        positive(norm_eps=norm_eps)
         at_least(1, n_layers=n_layers)
         probabilities(dropout=dropout, activation_dropout=activation_dropout, output_dropout=output_dropout)
         kinds = _in_turn("attention", attention, n_layers)
@@ -352,10 +344,10 @@ class Transformer(SequenceModule):
         _initialise(self, init)
         self._share_parameters()
 
+    @override
     def forward(
         self, x: Tensor, state: State | None = None, lengths: Tensor | None = None
     ) -> tuple[Tensor, TransformerState | None]:
-        """See `SequenceModule.forward`."""
         outputs, after = self._run(x, state, lengths, outputs_from=len(self.blocks) - 1)
         return outputs[-1], after
 
@@ -450,16 +442,10 @@ class Transformer(SequenceModule):
         length = torch.zeros(source.size(0), dtype=torch.long, device=source.device)
         return TransformerState(length, tuple(b.remember(source, lengths, max_len=max_len) for b in self.blocks))
 
-    def initial_state(
-        self,
-        batch_size: int,
-        *,
-        max_len: int | None = None,
-        device: torch.device | None = None,
-        dtype: torch.dtype | None = None,
+    def empty_state(
+        self, batch_size: int, max_len: int | None, device: torch.device, dtype: torch.dtype
     ) -> TransformerState:
         """Return the states of all layers: see `SequenceModule.initial_state`."""
-        device, dtype = self.default(device, dtype)
         return TransformerState(
             torch.zeros(batch_size, dtype=torch.long, device=device),
             tuple(b.initial_state(batch_size, max_len=max_len, device=device, dtype=dtype) for b in self.blocks),
@@ -541,8 +527,6 @@ def _call_in_parts(group: Any, block: nn.Module, *args: Any) -> Any:
 
 
 def _layer_norm(kind: NormKind, eps: float | None) -> Callable[[int], nn.Module]:
-    if eps is not None and not 0 < eps < math.inf:
-        raise ValueError(f"norm_eps={eps} must be positive and finite; 1e-5 and 1e-6 are usual")
     made: type[nn.Module] = nn.RMSNorm if kind == "rms" else nn.LayerNorm
     return made if eps is None else partial(made, eps=eps)
 
@@ -550,23 +534,20 @@ def _layer_norm(kind: NormKind, eps: float | None) -> Callable[[int], nn.Module]
 def _check_kinds(kinds: list[Any], cross_kinds: list[Any]) -> None:
     """Raise ValueError if a cross-attention is given as `attention` or the reverse; their constructors look alike."""
     for kind in kinds:
-        if _is_subclass(kind, CrossAttention):
+        if _reads_source(kind):
             raise ValueError(f"attention={_name(kind)} reads a source; give it as cross_attention")
     for kind in cross_kinds:
-        if _is_subclass(kind, Attention):
-            raise ValueError(
-                f"cross_attention={_name(kind)} can't read a source; choose SoftmaxCrossAttention, "
-                "LinearCrossAttention or PerformerCrossAttention"
-            )
+        if _reads_source(kind) is False:
+            raise ValueError(f"cross_attention={_name(kind)} can't read a source; choose {kinds_with('reads_source')}")
 
 
 def _takes_rotary(attention: SequenceModule) -> bool:
     return isinstance(attention, Attention) and attention.takes_rotary
 
 
-def _is_subclass(kind: Any, base: type) -> bool:
-    kind = getattr(kind, "func", kind)
-    return isinstance(kind, type) and issubclass(kind, base)
+def _reads_source(kind: Any) -> bool | None:
+    """Whether a kind of attention reads a source; None if its class is not known."""
+    return getattr(getattr(kind, "func", kind), "reads_source", None)
 
 
 def _name(kind: Any) -> str:

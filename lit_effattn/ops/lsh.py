@@ -100,14 +100,14 @@ def ranked_chunks(buckets: Tensor, n_buckets: int, chunk_size: int, before: Tens
     begun = before % chunk_size
     n_chunks = lead + (begun + counts + chunk_size - 1) // chunk_size  # (B, H, R, n_buckets)
     first = (n_chunks.cumsum(-1) - n_chunks) * chunk_size
-    most = lead * n_buckets + (n + (1 + lead) * n_buckets * (chunk_size - 1)) // chunk_size
-    most = most if lead else min(most, n)
+    limit = lead * n_buckets + (n + (1 + lead) * n_buckets * (chunk_size - 1)) // chunk_size
+    limit = limit if lead else min(limit, n)
     if reads_values(n_chunks):
-        most = max(int(n_chunks.sum(-1).max()), 1)  # fewer than there might be
+        limit = max(int(n_chunks.sum(-1).max()), 1)  # fewer than there might be
 
     slots = _of_bucket(first + lead * chunk_size + begun, buckets) + ranks
     ranks = ranks + _of_bucket(before, buckets)
-    chunks = _chunks(buckets, ranks // chunk_size, slots, n_buckets, most * chunk_size, most)
+    chunks = _chunks(buckets, ranks // chunk_size, slots, n_buckets, limit * chunk_size, limit)
     return RankedChunks(chunks, ranks, first, before + counts)
 
 
@@ -510,12 +510,12 @@ def _round(
         weights = scores.sub_(highest).exp2_()
         if times is not None:
             weights.div_(times)
-        here = slice(done, done + highest.numel())
-        torch.bmm(weights, _look_up(v, tiles.keys).to(dtype), out=y[here].view(len(q), size, -1))
-        top[here] = highest.flatten()
-        below[here] = weights.sum(-1).flatten()
-        start[tiles.blocks[:, -1]] = torch.arange(here.start, here.stop, size)
-        done = here.stop
+        span = slice(done, done + highest.numel())
+        torch.bmm(weights, _look_up(v, tiles.keys).to(dtype), out=y[span].view(len(q), size, -1))
+        top[span] = highest.flatten()
+        below[span] = weights.sum(-1).flatten()
+        start[tiles.blocks[:, -1]] = torch.arange(span.start, span.stop, size)
+        done = span.stop
 
     slots = slots.flatten(0, 1)  # (BH, N)
     n_blocks = len(widths) // len(slots)  # of a row and head

@@ -128,9 +128,9 @@ def relative_attention(
     out = []
     for start, chunk, (low, high), (keys, values) in zip(starts, q.split(chunk_size, 2), bounds, pieces, strict=True):
         end = start + chunk.size(2)
-        most, last = m + end - 1 - low, 0 if causal else start - (n - 1)
+        largest, last = m + end - 1 - low, 0 if causal else start - (n - 1)
 
-        distances = r[:, zero - most : zero - last + 1]
+        distances = r[:, zero - largest : zero - last + 1]
         scores = torch.einsum("bhnd,hld->bhnl", chunk + w[:, None], distances)
         scores = relative_shift(scores)[..., : high - low] * scale  # (B, H, C, K)
         distance = torch.arange(m + start, m + end, device=q.device)[:, None] - torch.arange(low, high, device=q.device)

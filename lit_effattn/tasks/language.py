@@ -407,7 +407,7 @@ class LanguageModel(Task):
         ]
         self._training_memory.append(before)  # a callback may draw samples within a validation
         for module, options in zip(self._with_memory, before, strict=True):
-            module.set_memory(**{**options, **self._eval_memory})
+            module.set_memory(**{name: self._eval_memory.get(name, value) for name, value in options.items()})
 
     def on_validation_end(self) -> None:
         """Restore the memory options from before the evaluation."""

@@ -182,8 +182,6 @@ def test_evaluation_with_another_memory():
     for state in states:
         with pytest.raises(ValueError, match=r"mem_len=7.*start with state=None"):
             changed(x, state)
-    with pytest.raises(ValueError, match="same_length=True"):
-        changed.set_memory(7, None, True)
 
 
 def test_what_a_call_makes_grows_with_its_length():

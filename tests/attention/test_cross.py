@@ -20,6 +20,7 @@ from lit_effattn.attention import (
 from lit_effattn.attention.positions import RotaryPositions
 from lit_effattn.laws.subject import gradients
 from tests.laws import definitions
+from tests.laws.cases import chosen
 from tests.laws.tools import assert_close, assert_same
 
 E, H, D_SOURCE = 8, 2, 6
@@ -206,8 +207,8 @@ def test_sums_of_half_precision_are_float32():
         read, x = (source(1, 20_000) + 1).to(dtype), target(1).to(dtype)
         narrow = module.to(dtype)
         state = narrow.remember(read)
-        assert {t.dtype for t in (state.s, state.z)} == {torch.float32}
-        assert {t.dtype for t in narrow.initial_state(1) if t.is_floating_point()} == {torch.float32}
+        assert {t.dtype for t in state.kept[:2]} == {torch.float32}
+        assert {t.dtype for t in sequence.tensors(narrow.initial_state(1)) if t.is_floating_point()} == {torch.float32}
         y, _ = narrow(x, state)
         assert y.dtype == dtype
         exact, _ = narrow.double()(x.double(), narrow.remember(read.double()))
@@ -220,7 +221,7 @@ def test_sums_of_autocast_are_float32():
         with torch.autocast("cpu", torch.bfloat16):
             state = module.remember(source(1).float())
             y, _ = module(target(1).float(), state)
-        assert {t.dtype for t in (state.s, state.z)} == {torch.float32}
+        assert {t.dtype for t in state.kept[:2]} == {torch.float32}
         assert y.dtype == torch.bfloat16
 
 
@@ -234,7 +235,7 @@ def test_a_source_from_before_a_redraw_is_refused():
         redraw(module)
         new = module.remember(read)
         assert_close(module(x, new)[0], KINDS[name].definition(module, x, read))
-        for stale in (old, type(old)(*(torch.stack([a[0], b[1]]) for a, b in zip(new, old, strict=True)))):
+        for stale in (old, chosen(torch.tensor([True, False]), new, old)):
             with pytest.raises(ValueError, match="PerformerCrossAttention: the features were redrawn after `remember`"):
                 module(x, stale)
 
@@ -245,7 +246,7 @@ def test_on_a_gpu_what_is_stale_is_nan(monkeypatch: pytest.MonkeyPatch):
         old = module.remember(read)
         redraw(module)
         new = module.remember(read)
-        mixed = type(old)(*(torch.stack([a[0], b[1]]) for a, b in zip(new, old, strict=True)))
+        mixed = chosen(torch.tensor([True, False]), new, old)
         monkeypatch.setattr(cross, "reads_values", lambda t: False)
         y, _ = module(x, mixed)
         assert_close(y[0], module(x, new)[0][0])
@@ -296,7 +297,7 @@ def test_queries_and_keys_of_another_width():
         x, source = torch.randn(2, 5, E).double(), torch.randn(2, 7, D_SOURCE).double()
         state = cross.remember(source)
         if kind is LinearCrossAttention:
-            assert state.s.shape == cross.initial_state(2).s.shape == (2, H, 3, E // H)
+            assert state.kept.s.shape == cross.initial_state(2).kept.s.shape == (2, H, 3, E // H)
         assert cross(x)[0].eq(0).all()  # no source
         torch.testing.assert_close(cross(x, state)[0], definition(cross, x, source))
         torch.testing.assert_close(

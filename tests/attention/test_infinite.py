@@ -364,8 +364,6 @@ def test_evaluation_with_another_memory():
     assert torch.equal(changed(x)[0], fresh(x)[0])
     with pytest.raises(ValueError, match=r"mem_len=7.*start with state=None"):
         changed(x, state)
-    with pytest.raises(ValueError, match="same_length=True"):
-        changed.set_memory(7, None, True)
     with pytest.raises(ValueError, match="clamp_len=3 with short_term='softmax'"):
         make(short_term="softmax").set_memory(0, clamp_len=3)
 

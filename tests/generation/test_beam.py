@@ -231,7 +231,7 @@ class FromSource(SequenceModule):
         n = SOURCE_LENGTHS[self.row]
         return self.model(x, self.model.remember(SOURCES[[self.row], :n].expand(len(x), -1, -1)))
 
-    def initial_state(self, batch_size, *, max_len=None, device=None, dtype=None):
+    def empty_state(self, batch_size, max_len, device, dtype):
         raise NotImplementedError
 
 
@@ -282,7 +282,7 @@ def test_the_source_is_not_copied_at_each_step():
     """Beams of one sentence share it: all later steps read the tensors of the first."""
     made, read = translator("softmax", vocabulary=6), []
     made.backbone.decoder.blocks[1].cross_attention.register_forward_pre_hook(
-        lambda module, args: read.append((args[1].keys.data_ptr(), len(args[0])))
+        lambda module, args: read.append((args[1].kept.keys.data_ptr(), len(args[0])))
     )
     beam_search(*made, torch.zeros(3, 1, dtype=torch.long), 6, beam=4, state=remembered(made, 7))
     assert [rows for _, rows in read] == [3, 12, 12, 12, 12, 12]
@@ -370,7 +370,7 @@ class Markov(SequenceModule):
         self.steps += 1
         return x, state
 
-    def initial_state(self, batch_size, *, max_len=None, device=None, dtype=None):
+    def empty_state(self, batch_size, max_len, device, dtype):
         return torch.zeros(batch_size)
 
 

@@ -45,7 +45,7 @@ from lit_effattn.nn.look_ahead import LookAhead
 from lit_effattn.nn.lstm import LSTM
 from lit_effattn.nn.sliding import SlidingWindow
 from lit_effattn.nn.transformer import Block, FeedForward, Transformer
-from lit_effattn.sequence import SequenceModule, State
+from lit_effattn.sequence import SequenceModule, Source, State, map_tensors, tensors
 from tests.laws import definitions
 
 D_MODEL, N_HEADS = 8, 2
@@ -308,7 +308,7 @@ class FromSource(SequenceModule):
         lengths = torch.full((rows,), VALID, device=self.source.device)
         return self.reader.remember(self.source.expand(rows, -1, -1), lengths, **options)
 
-    def initial_state(self, batch_size, *, max_len=None, device=None, dtype=None) -> State:
+    def empty_state(self, batch_size, max_len, device, dtype) -> State:
         """With `max_len` what `remember` makes with it; else the reader's own empty state, and the source in it."""
         if max_len is not None and not isinstance(self.reader, CrossAttention):
             return self.remember(batch_size, max_len=max_len)
@@ -331,15 +331,18 @@ class FromSource(SequenceModule):
 
 def _with_sources(state: State, other: State, rows: Tensor | None = None) -> State:
     """Return `state` with the sources of `other` where `rows` is True; None: everywhere."""
-    if hasattr(state, "given"):
-        if rows is None:
-            return other
-        columns = (rows.view(-1, *[1] * (t.dim() - 1)) for t in state)
-        return type(state)(*map(torch.where, columns, other, state))
+    if isinstance(state, Source):
+        return other if rows is None else chosen(rows, other, state)
     if not isinstance(state, tuple) or other is None:
         return state
     parts = [_with_sources(a, b, rows) for a, b in zip(state, other, strict=True)]
     return type(state)(*parts) if hasattr(state, "_fields") else tuple(parts)
+
+
+def chosen(rows: Tensor, state: State, other: State) -> State:
+    """Return the rows of `state` where `rows` (B,) is True, and those of `other` elsewhere."""
+    rest = tensors(other)
+    return map_tensors(lambda t: torch.where(rows.view(-1, *[1] * (t.dim() - 1)), t, next(rest)), state)
 
 
 def subject(module: SequenceModule) -> SequenceModule:

@@ -20,8 +20,7 @@ class MeanState(NamedTuple):
     length: torch.Tensor
 
 class MyAttention(Attention):
-    def initial_state(self, batch_size, *, max_len=None, device=None, dtype=None):
-        device, dtype = self.default(device, dtype)
+    def empty_state(self, batch_size, max_len, device, dtype):
         shape = batch_size, self.n_heads, self.head_dim
         return MeanState(torch.zeros(shape, device=device, dtype=dtype), torch.zeros(batch_size, dtype=torch.long))
 

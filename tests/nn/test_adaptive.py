@@ -319,7 +319,7 @@ def test_smoothing_spreads_the_target():
         ({"cutoffs": [9, 4]}, r"cutoffs=\[9, 4\]"),
         ({"cutoffs": [4, 23]}, r"cutoffs=\[4, 23\] .*23"),
         ({"cutoffs": [4], "div_value": 0.5}, r"div_value=0\.5"),
-        ({"cutoffs": [4], "proj_init_std": 0.0}, r"proj_init_std=0\.0 must be positive"),
+        ({"cutoffs": [4], "proj_init_std": 0.0}, r"proj_init_std=0\.0 must be above 0"),
         ({"cutoffs": [4, 9], "div_value": 4.0}, r"div_value=4\.0 with d_model=8 and 2 cutoffs"),
     ],
 )

@@ -411,7 +411,7 @@ def test_bad_options_are_named():
         ({"d_source": 6}, "d_source=6 does not apply without cross_attention"),
         ({"n_heads": 8, "positions": RotaryPositions}, "width=1 must be at least 2"),
         ({"attention": partial(SoftmaxAttention, n_kv_heads=3)}, "n_kv_heads=3 does not divide n_heads=2"),
-        ({"norm_eps": 0.0}, "norm_eps=0.0 must be positive"),
+        ({"norm_eps": 0.0}, "norm_eps=0.0 must be above 0"),
         ({"positions_in_layers": True, "positions": None}, "positions_in_layers=True with positions=None"),
         ({"positions_in_layers": True, "positions": RotaryPositions}, "positions_in_layers=True .*RotaryPositions"),
         ({"positions_in_layers": True, "position_width": 4}, "positions_in_layers=True .*position_width=4"),
@@ -542,8 +542,8 @@ def test_all_layers_read_the_source():
     state = model.remember(source)
     layers = [block.cross_attention.remember(source) for block in model.blocks]
     for made, expected in zip(state.layers, layers, strict=True):
-        assert torch.equal(made.source.keys, expected.keys)
-        assert torch.equal(made.source.values, expected.values)
+        assert torch.equal(made.source.kept.keys, expected.kept.keys)
+        assert torch.equal(made.source.kept.values, expected.kept.values)
 
 
 def test_dropout_on_the_branch_that_reads():

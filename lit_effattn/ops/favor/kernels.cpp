@@ -82,7 +82,7 @@ class Features {
     if (raised) raise(1);
     if (rises(1, n))
       for (n = 1; !rises(n, n + 1);) ++n;
-    for (Index j = 0; j < F; j += W) store(m_ + j, most(n, j));
+    for (Index j = 0; j < F; j += W) store(m_ + j, maximum(n, j));
     exponentials(n);
     return {first, n, raised};
   }
@@ -96,7 +96,7 @@ class Features {
   // Raise the reference to the greatest logarithms so far, including the first n keys of the chunk.
   void raise(Index n = 0) {
     for (Index j = 0; j < F; j += W) {
-      const Vector after = most(n, j);
+      const Vector after = maximum(n, j);
       store(kept + j, remainder(load(r + j), after));
       store(r + j, after);
     }
@@ -154,7 +154,7 @@ class Features {
   }
 
   // The greatest logarithms of the keys before the chunk and of its first n keys.
-  INLINE Vector most(Index n, Index j) const {
+  INLINE Vector maximum(Index n, Index j) const {
     Vector x = load(m_ + j);
     for (Index i = 0; i < n; ++i) x = greater(load(K + i * F + j), x);
     return x;
@@ -224,15 +224,15 @@ void forward_row(const Row& row, float* s, float* z, float* m, Head out, Room& r
   std::memset(Z, 0, sizeof(float) * F);
   std::memcpy(Z, z, sizeof(float) * f);
   Ahead ahead;
-  for (Index first = 0, here; first < n; first += here) {
-    const Index most = at_most(C, n - first), next = at_most(C, n - first - most);
+  for (Index first = 0, count; first < n; first += count) {
+    const Index limit = at_most(C, n - first), next = at_most(C, n - first - limit);
     ahead.restart();
-    ahead.add(v.part(first, most));
-    ahead.add(out.part(first, most, WRITE));
-    for (const Head& t : {q, k}) ahead.add(t.part(first + most, next));
+    ahead.add(v.part(first, limit));
+    ahead.add(out.part(first, limit, WRITE));
+    for (const Head& t : {q, k}) ahead.add(t.part(first + limit, next));
     const Chunk chunk = x.begin(ahead, first);
-    here = chunk.n;
-    const Rows V = view(v, first, here, D, v_room);
+    count = chunk.n;
+    const Rows V = view(v, first, count, D, v_room);
     if (chunk.raised) {
       scale_rows(F, D, x.kept, S);
       scale_columns(1, F, x.kept, Z);
@@ -242,7 +242,7 @@ void forward_row(const Row& row, float* s, float* z, float* m, Head out, Room& r
     scores(ahead, F, x.Q, Kt, nullptr, A);  // A[i, j] = q_i . k_j
     multiply(ahead, C, D, F, {x.Q, F, 1}, S, D, Y, D, SET);
     multiply_lower(D, {A, C, 1}, V, Y, D);
-    write(out, first, here, D, Y, above);
+    write(out, first, count, D, Y, above);
     multiply(ahead, F, D, C, {x.K, 1, F}, V.p, V.row, S, D, ADD);
   }
   x.raise();
@@ -286,22 +286,22 @@ void backward_row(const Row& row, Head g, const float* s, const float* z, const 
     for (Index j = 0; j < d; ++j) S[j * F + i] = s[i * d + j];
   std::memset(Z, 0, sizeof(float) * F);
   std::memcpy(Z, z, sizeof(float) * f);
-  for (Index first = 0, here; first < n; first += here) {
-    const Index most = at_most(C, n - first), next = at_most(C, n - first - most);
+  for (Index first = 0, count; first < n; first += count) {
+    const Index limit = at_most(C, n - first), next = at_most(C, n - first - limit);
     ahead.restart();
-    for (const Head& t : {v, g}) ahead.add(t.part(first, most));
-    ahead.add(g_q.part(first, most, WRITE));
-    for (const Head& t : {q, k}) ahead.add(t.part(first + most, next));
+    for (const Head& t : {v, g}) ahead.add(t.part(first, limit));
+    ahead.add(g_q.part(first, limit, WRITE));
+    for (const Head& t : {q, k}) ahead.add(t.part(first + limit, next));
     chunks.push_back(x.begin(ahead, first));
-    here = chunks.back().n;
+    count = chunks.back().n;
     if (chunks.back().raised) {
       scale_columns(D, F, x.kept, S);
       scale_columns(1, F, x.kept, Z);
       references.insert(references.end(), x.r, x.r + F);
     }
-    const Rows V = view(v, first, here, D, v_room);
+    const Rows V = view(v, first, count, D, v_room);
     divisors(x, F, Z, sums, above + first);
-    read(g, first, here, D, X, above + first);
+    read(g, first, count, D, X, above + first);
 
     transpose(C, D, V, Vt, C);  // (D, C)
     scores(ahead, D, X, Vt, nullptr, G);  // G[i, j] = x_i . v_j
@@ -309,11 +309,11 @@ void backward_row(const Row& row, Head g, const float* s, const float* z, const 
     multiply_lower(F, {G, C, 1}, {x.K, F}, T, F);  // S_i x_i
     dot_rows(F, {x.Q, F}, {T, F}, y + first);
     for (Index i = first; i < first + C; ++i) y[i] *= -above[i];
-    for (Index i = 0; i < here; ++i)
+    for (Index i = 0; i < count; ++i)
       for (Index j = i * F; j < (i + 1) * F; j += W)
         store(T + j, load(x.Q + j) * (load(T + j) + y[first + i] * load(sums + j)));
     multiply(ahead, C, E, F, {T, F, 1}, scaled, E, U, E, SET);
-    write(g_q, first, here, E, U);
+    write(g_q, first, count, E, U);
     multiply(ahead, D, F, C, {Vt, C, 1}, x.K, F, S, F, ADD);
   }
 
@@ -328,15 +328,15 @@ void backward_row(const Row& row, Head g, const float* s, const float* z, const 
   scale_columns(1, F, x.kept, r_);
   x.lower(&references[references.size() - F]);
   for (; !chunks.empty(); chunks.pop_back()) {
-    const auto [first, here, raised] = chunks.back();
+    const auto [first, count, raised] = chunks.back();
     const Index next = at_most(C, first);
     ahead.restart();
-    for (const Head& t : {v, g}) ahead.add(t.part(first, here));
-    for (const Head& t : {g_k, g_v}) ahead.add(t.part(first, here, WRITE));
+    for (const Head& t : {v, g}) ahead.add(t.part(first, count));
+    for (const Head& t : {g_k, g_v}) ahead.add(t.part(first, count, WRITE));
     for (const Head& t : {q, k}) ahead.add(t.part(first - next, next));
     x.repeat(ahead, chunks.back());
-    const Rows V = view(v, first, here, D, v_room);
-    read(g, first, here, D, X, above + first);
+    const Rows V = view(v, first, count, D, v_room);
+    read(g, first, count, D, X, above + first);
 
     transpose(C, F, {x.K, F}, Kt, C);  // (F, C)
     transpose(C, D, V, Vt, C);  // (D, C)
@@ -357,15 +357,15 @@ void backward_row(const Row& row, Head g, const float* s, const float* z, const 
       store(g_log + j, sum);
     }
     multiply(ahead, C, E, F, {T, 1, C}, scaled, E, U, E, SET);
-    for (Index i = 0; i < here; ++i)
+    for (Index i = 0; i < count; ++i)
       for (Index j = i * E; j < (i + 1) * E; j += W)
         store(U + j, load(U + j) - scale * scale * g_log[i] * load(x.k + j));
-    write(g_k, first, here, E, U);
+    write(g_k, first, count, E, U);
 
-    const Place to_v = place(g_v, first, here, D, O);
+    const Place to_v = place(g_v, first, count, D, O);
     multiply(ahead, C, D, F, {Kt, 1, C}, R_, D, to_v.p, to_v.row, SET);
     multiply_upper(D, {A, 1, C}, {X, D}, to_v.p, to_v.row);
-    if (to_v.p == O) write(g_v, first, here, D, O);
+    if (to_v.p == O) write(g_v, first, count, D, O);
 
     multiply(ahead, F, D, C, {x.Q, 1, F}, X, D, R_, D, ADD);
     add_rows(F, {x.Q, F}, y + first, r_);

@@ -129,7 +129,7 @@ def log_keys_plus(x: Tensor, omega: Tensor, valid: Tensor | None = None) -> tupl
 
 
 def log_queries_plus(x: Tensor, omega: Tensor, top: Tensor, eps: float) -> Tensor:
-    """Return the logs of queries' features to which the features of `log_keys_plus` are scaled and eps is added.
+    """Return the logarithms of the queries' features with eps, on the scale of the keys' features of `log_keys_plus`.
 
         φ(q_i) = exp(ωᵀq_i − ‖q_i‖²/2 − max_f ωᵀq_i) + eps, and one feature more, eps e^{top_i} Σ_f φ_f(q_i)
 

@@ -241,24 +241,24 @@ def _add_up_keys(
     """
     head = tl.program_id(0).to(tl.int64)
     features, columns = tl.program_id(1) * BF + tl.arange(0, BF), tl.arange(0, BD)
-    here = features < F
+    inside = features < F
     ends, mask = _sums_at(s_end + head * (F * D), features, columns, F, D)
     z_end += head * F + features
     m_end += head * F + features
     total = tl.load(ends, mask=mask, other=0.0)  # (BF, BD)
-    ones = tl.load(z_end, mask=here, other=0.0)  # (BF,)
-    largest = tl.load(m_end, mask=here, other=_NOTHING)
+    ones = tl.load(z_end, mask=inside, other=0.0)  # (BF,)
+    largest = tl.load(m_end, mask=inside, other=_NOTHING)
     for slot in range(slots):
         group = head * slots + slot
         places, _ = _sums_at(s + group * (F * D), features, columns, F, D)
         at = group * F + features
         own = tl.load(places, mask=mask, other=0.0)
-        own_ones = tl.load(z + at, mask=here, other=0.0)
-        own_largest = tl.load(m + at, mask=here, other=_NOTHING)
+        own_ones = tl.load(z + at, mask=inside, other=0.0)
+        own_largest = tl.load(m + at, mask=inside, other=_NOTHING)
         tl.debug_barrier()
         tl.store(places, total, mask=mask)
-        tl.store(z + at, ones, mask=here)
-        tl.store(m + at, largest, mask=here)
+        tl.store(z + at, ones, mask=inside)
+        tl.store(m + at, largest, mask=inside)
         after = tl.maximum(largest, own_largest)
         fade, own_fade = _fade(largest, after), _fade(own_largest, after)
         total = total * fade[:, None] + own * own_fade[:, None]
@@ -266,8 +266,8 @@ def _add_up_keys(
         largest = after
     tl.debug_barrier()
     tl.store(ends, total, mask=mask)
-    tl.store(z_end, ones, mask=here)
-    tl.store(m_end, largest, mask=here)
+    tl.store(z_end, ones, mask=inside)
+    tl.store(m_end, largest, mask=inside)
 
 
 @triton.jit(do_not_specialize=_BY_LENGTH)
@@ -306,17 +306,17 @@ def _outputs(
         numerator = tl.zeros([C, BD], tl.float32)
         scores = tl.zeros([C, C], tl.float32)
         below = tl.zeros([C], tl.float32)
-        most = tl.full([C], _NOTHING, tl.float32)  # top so far
+        peak = tl.full([C], _NOTHING, tl.float32)  # top so far
         tl.debug_barrier()
         for start in tl.range(0, F, BF, disable_licm=True):
             features = start + tl.arange(0, BF)
-            here = features < F
+            inside = features < F
             directions = _directions(omega, features, dims, E, F)  # (BF, BE)
             log_q, log_k = _logs(queries, keys, offset, directions, features, F, BF)  # (C, BF)
-            before = tl.load(m + features, mask=here, other=_TOP)  # (BF,)
+            before = tl.load(m + features, mask=inside, other=_TOP)  # (BF,)
             places, mask = _sums_at(s, features, columns, F, D)
             total = tl.load(places, mask=mask, other=0.0)  # (BF, BD)
-            ones = tl.load(z + features, mask=here, other=0.0)  # (BF,)
+            ones = tl.load(z + features, mask=inside, other=0.0)  # (BF,)
 
             r = _reference(before, log_k)  # (BF,)
             after = tl.maximum(r, tl.max(log_k, 0))
@@ -325,10 +325,10 @@ def _outputs(
             if any_overflow:
                 seen = tl.maximum(tl.associative_scan(log_k, 0, _larger), r[None, :])
                 reached = tl.where(_overflows(log_k, r)[:, None], log_q + seen, reached)
-            new = tl.maximum(most, tl.max(reached, 1))  # (C,)
-            shrink = tl.exp(most - new)
-            most = new
-            p = tl.exp(log_q + r[None, :] - most[:, None])  # (C, BF)
+            new = tl.maximum(peak, tl.max(reached, 1))  # (C,)
+            shrink = tl.exp(peak - new)
+            peak = new
+            p = tl.exp(log_q + r[None, :] - peak[:, None])  # (C, BF)
             near = tl.exp(tl.minimum(log_k - r[None, :], _LIMIT))  # (C, BF)
             fade = tl.exp(r - after)
             scores *= shrink[:, None]
@@ -338,7 +338,7 @@ def _outputs(
                 )  # (C, BF)
                 overflow = _overflows(log_k, r)
                 scores += tl.where(overflow[:, None], 0.0, _zeros_dot(p, tl.trans(near), PRECISION))
-                scores += _overflow_scores(log_q, log_k, most, overflow)
+                scores += _overflow_scores(log_q, log_k, peak, overflow)
                 far = tl.exp(log_k - after[None, :])
             else:
                 scores = _dot(p, tl.trans(near), scores, PRECISION)  # (C, C)
@@ -348,8 +348,8 @@ def _outputs(
             total = _dot(tl.trans(far), values, total * fade[:, None], PRECISION)
             tl.debug_barrier()
             tl.store(places, total, mask=mask)
-            tl.store(z + features, ones * fade + tl.sum(far, 0), mask=here)
-            tl.store(m + features, _maximum(after), mask=here)
+            tl.store(z + features, ones * fade + tl.sum(far, 0), mask=inside)
+            tl.store(m + features, _maximum(after), mask=inside)
         scores = tl.where(lower, scores, 0.0)
         numerator = _dot(scores, values, numerator, PRECISION)
         below += tl.sum(scores, 1)
@@ -359,7 +359,7 @@ def _outputs(
         if out.dtype.element_ty != tl.float32:
             rounded = numerator.to(out.dtype.element_ty).to(tl.float32)
             _store(rest, out_strides, rows, columns, n, D, numerator - rounded)
-        tl.store(top + row + rows, most, mask=rows < n)
+        tl.store(top + row + rows, peak, mask=rows < n)
         tl.store(denominator + row + rows, below, mask=rows < n)
 
 
@@ -442,7 +442,7 @@ def _query_gradients(
         keys = _load_as_is(k, k_strides, rows, dims, n, E)  # (C, BE)
         values = _load(v, v_strides, rows, columns, n, D)  # (C, BD)
         offset = _offsets(keys, rows, valid, half_square, common)  # (C,)
-        most = tl.load(top + row + rows, mask=rows < n, other=0.0)  # (C,)
+        peak = tl.load(top + row + rows, mask=rows < n, other=0.0)  # (C,)
         below = tl.load(denominator + row + rows, mask=rows < n, other=1.0)
         x = _load(g, g_strides, rows, columns, n, D) / below[:, None]  # (C, BD)
         exact = _load(out, out_strides, rows, columns, n, D)  # (C, BD)
@@ -455,19 +455,19 @@ def _query_gradients(
         tl.debug_barrier()
         for start in tl.range(0, F, BF, disable_licm=True):
             features = start + tl.arange(0, BF)
-            here = features < F
+            inside = features < F
             directions = _directions(omega, features, dims, E, F)  # (BF, BE)
             log_q, log_k = _logs(queries, keys, offset, directions, features, F, BF)  # (C, BF)
-            before = tl.load(m + features, mask=here, other=_TOP)  # (BF,)
-            tl.store(borders + i * F + features, before, mask=here)
+            before = tl.load(m + features, mask=inside, other=_TOP)  # (BF,)
+            tl.store(borders + i * F + features, before, mask=inside)
             places, mask = _sums_at(s, features, columns, F, D)
             total = tl.load(places, mask=mask, other=0.0)  # (BF, BD)
-            ones = tl.load(z + features, mask=here, other=0.0)  # (BF,)
+            ones = tl.load(z + features, mask=inside, other=0.0)  # (BF,)
 
             r = _reference(before, log_k)  # (BF,)
             after = tl.maximum(r, tl.max(log_k, 0))
             fade = tl.exp(r - after)
-            p = _queries(log_q, r, most, rows, n)  # (C, BF)
+            p = _queries(log_q, r, peak, rows, n)  # (C, BF)
             near = tl.exp(tl.minimum(log_k - r[None, :], _LIMIT))  # (C, BF)
             through = _zeros_dot(x, tl.trans(total), PRECISION) + weight[:, None] * ones[None, :]  # (C, BF)
             if tl.max(after - r) > _LIMIT:
@@ -476,7 +476,7 @@ def _query_gradients(
                 )  # (C, BF)
                 overflow = _overflows(log_k, r)
                 through = _dot(tl.where(overflow[:, None], 0.0, a), near, through, PRECISION) * p
-                through += _overflow_to_queries(a, log_q, log_k, most, overflow)
+                through += _overflow_to_queries(a, log_q, log_k, peak, overflow)
                 far = tl.exp(log_k - after[None, :])
             else:
                 through = _dot(a, near, through, PRECISION) * p
@@ -485,9 +485,9 @@ def _query_gradients(
             total = _dot(tl.trans(far), values, total * fade[:, None], PRECISION)
             tl.debug_barrier()
             tl.store(places, total, mask=mask)
-            tl.store(z + features, ones * fade + tl.sum(far, 0), mask=here)
-            tl.store(m + features, _maximum(after), mask=here)
-            tl.store(borders + chunks * F + features, _maximum(after), mask=here & (i == chunks - 1))
+            tl.store(z + features, ones * fade + tl.sum(far, 0), mask=inside)
+            tl.store(m + features, _maximum(after), mask=inside)
+            tl.store(borders + chunks * F + features, _maximum(after), mask=inside & (i == chunks - 1))
         _store(dq, dq_strides, rows, dims, n, E, result)
 
 
@@ -509,7 +509,7 @@ def _sum_queries(
     """
     head, slot = tl.program_id(0), tl.program_id(1)
     features = tl.program_id(2) * BF + tl.arange(0, BF)
-    here = features < F
+    inside = features < F
     dims, columns = tl.arange(0, BE), tl.arange(0, BD)
     q = _of_head(q, q_strides, head, N_HEADS)
     g = _of_head(g, g_strides, head, N_HEADS)
@@ -519,17 +519,17 @@ def _sum_queries(
     total = tl.zeros([BF, BD], tl.float32)
     ones = tl.zeros([BF], tl.float32)
     end = tl.minimum((slot + 1) * each, chunks)
-    after = tl.load(borders + end * F + features, mask=here, other=_NOTHING)  # (BF,)
+    after = tl.load(borders + end * F + features, mask=inside, other=_NOTHING)  # (BF,)
     for back in range(slot * each, end):
         i = slot * each + end - 1 - back
         rows = i * C + tl.arange(0, C).to(tl.int64)
         queries = _load_as_is(q, q_strides, rows, dims, n, E)  # (C, BE)
-        most = tl.load(top + row + rows, mask=rows < n, other=0.0)  # (C,)
+        peak = tl.load(top + row + rows, mask=rows < n, other=0.0)  # (C,)
         below = tl.load(denominator + row + rows, mask=rows < n, other=1.0)
         x = _load(g, g_strides, rows, columns, n, D) / below[:, None]  # (C, BD)
         weight = tl.load(y + row + rows, mask=rows < n, other=0.0)
-        before = tl.load(borders + i * F + features, mask=here, other=_NOTHING)  # (BF,)
-        p = _queries(_along(queries, directions), before, most, rows, n)  # (C, BF); 0 where m is −∞
+        before = tl.load(borders + i * F + features, mask=inside, other=_NOTHING)  # (BF,)
+        p = _queries(_along(queries, directions), before, peak, rows, n)  # (C, BF); 0 where m is −∞
         fade = _fade(before, after)
         total = _dot(tl.trans(p), x, total * fade[:, None], PRECISION)
         ones = ones * fade + tl.sum(p * weight[:, None], 0)
@@ -537,7 +537,7 @@ def _sum_queries(
     group = head.to(tl.int64) * tl.num_programs(1) + slot
     places, mask = _sums_at(s + group * (F * D), features, columns, F, D)
     tl.store(places, total, mask=mask)
-    tl.store(z + group * F + features, ones, mask=here)
+    tl.store(z + group * F + features, ones, mask=inside)
 
 
 @triton.jit(do_not_specialize=["slots", "chunks", "each"])
@@ -552,31 +552,31 @@ def _add_up_queries(
     """
     head = tl.program_id(0).to(tl.int64)
     features, columns = tl.program_id(1) * BF + tl.arange(0, BF), tl.arange(0, BD)
-    here = features < F
+    inside = features < F
     borders += head * (chunks + 1) * F
     ends, mask = _sums_at(s_end + head * (F * D), features, columns, F, D)
     z_end += head * F + features
     total = tl.load(ends, mask=mask, other=0.0)  # (BF, BD)
-    ones = tl.load(z_end, mask=here, other=0.0)  # (BF,)
-    after = tl.load(borders + chunks * F + features, mask=here, other=_NOTHING)
+    ones = tl.load(z_end, mask=inside, other=0.0)  # (BF,)
+    after = tl.load(borders + chunks * F + features, mask=inside, other=_NOTHING)
     for back in range(slots):
         slot = slots - 1 - back
         group = head * slots + slot
         places, _ = _sums_at(s + group * (F * D), features, columns, F, D)
         at = group * F + features
         own = tl.load(places, mask=mask, other=0.0)
-        own_ones = tl.load(z + at, mask=here, other=0.0)
-        before = tl.load(borders + slot * each * F + features, mask=here, other=_NOTHING)
+        own_ones = tl.load(z + at, mask=inside, other=0.0)
+        before = tl.load(borders + slot * each * F + features, mask=inside, other=_NOTHING)
         tl.debug_barrier()
         tl.store(places, total, mask=mask)
-        tl.store(z + at, ones, mask=here)
+        tl.store(z + at, ones, mask=inside)
         fade = _fade(before, after)
         total = total * fade[:, None] + own
         ones = ones * fade + own_ones
         after = before
     tl.debug_barrier()
     tl.store(ends, total, mask=mask)
-    tl.store(z_end, ones, mask=here)
+    tl.store(z_end, ones, mask=inside)
 
 
 @triton.jit(do_not_specialize=_BY_LENGTH)
@@ -614,7 +614,7 @@ def _key_value_gradients(
         keys = _load_as_is(k, k_strides, rows, dims, n, E)  # (C, BE)
         values = _load(v, v_strides, rows, columns, n, D)  # (C, BD)
         offset = _offsets(keys, rows, valid, half_square, common)  # (C,)
-        most = tl.load(top + row + rows, mask=rows < n, other=0.0)  # (C,)
+        peak = tl.load(top + row + rows, mask=rows < n, other=0.0)  # (C,)
         below = tl.load(denominator + row + rows, mask=rows < n, other=1.0)
         x = _load(g, g_strides, rows, columns, n, D) / below[:, None]  # (C, BD)
         weight = tl.load(y + row + rows, mask=rows < n, other=0.0)  # (C,)
@@ -626,19 +626,19 @@ def _key_value_gradients(
         tl.debug_barrier()
         for start in tl.range(0, F, BF, disable_licm=True):
             features = start + tl.arange(0, BF)
-            here = features < F
+            inside = features < F
             directions = _directions(omega, features, dims, E, F)  # (BF, BE)
             log_q, log_k = _logs(queries, keys, offset, directions, features, F, BF)  # (C, BF)
             border = borders + i * F + features
-            before = tl.load(border, mask=here, other=_TOP)  # (BF,)
-            after = tl.load(border + F, mask=here, other=_TOP)
+            before = tl.load(border, mask=inside, other=_TOP)  # (BF,)
+            after = tl.load(border + F, mask=inside, other=_TOP)
             places, mask = _sums_at(s, features, columns, F, D)
             total = tl.load(places, mask=mask, other=0.0)  # (BF, BD)
-            ones = tl.load(z + features, mask=here, other=0.0)  # (BF,)
+            ones = tl.load(z + features, mask=inside, other=0.0)  # (BF,)
 
             r = _reference(before, log_k)  # (BF,)
             any_overflow = tl.max(tl.max(log_k, 0) - r) > _LIMIT
-            p = _queries(log_q, r, most, rows, n)  # (C, BF)
+            p = _queries(log_q, r, peak, rows, n)  # (C, BF)
             near = tl.exp(tl.minimum(log_k - r[None, :], _LIMIT))  # (C, BF)
             far = _fade(log_k, after[None, :])  # (C, BF)
             through = (_zeros_dot(values, tl.trans(total), PRECISION) + ones[None, :]) * far  # (C, BF)
@@ -649,7 +649,7 @@ def _key_value_gradients(
                 overflow = _overflows(log_k, r)
                 through += _zeros_dot(tl.where(overflow[None, :], 0.0, a), p, PRECISION) * near
                 scores += tl.where(overflow[None, :], 0.0, _zeros_dot(near, tl.trans(p), PRECISION))
-                exact, overflow_scores = _overflow_to_keys(a, log_q, log_k, most, overflow)
+                exact, overflow_scores = _overflow_to_keys(a, log_q, log_k, peak, overflow)
                 through += exact
                 scores += overflow_scores
             else:
@@ -663,7 +663,7 @@ def _key_value_gradients(
             total = _dot(tl.trans(p), x, total * fade[:, None], PRECISION)
             tl.debug_barrier()
             tl.store(places, total, mask=mask)
-            tl.store(z + features, ones * fade + tl.sum(p * weight[:, None], 0), mask=here)
+            tl.store(z + features, ones * fade + tl.sum(p * weight[:, None], 0), mask=inside)
         to_keys -= (2 * half_square) * to_offset[:, None] * keys.to(tl.float32)
         _store(dk, dk_strides, rows, dims, n, E, to_keys)
         to_values = _dot(tl.where(upper, scores, 0.0), x, to_values, PRECISION)

@@ -86,12 +86,12 @@ class Chunk {
   static Index room(Index F) { return 9 * C * F + 3 * C * C + C; }
 
   void find(Ahead& ahead, const Inputs& t, Index i0, bool with_queries) {
-    const Index F = sizes_.F, here = at_most(C, sizes_.n - i0);
-    if (with_queries) Q = Q_in = view(t.q, i0, here, F, q_);
-    K = K_in = K_out = view(t.k, i0, here, F, k_);
-    if (delta) read_numbers(t.beta, i0, here, beta);
+    const Index F = sizes_.F, rows = at_most(C, sizes_.n - i0);
+    if (with_queries) Q = Q_in = view(t.q, i0, rows, F, q_);
+    K = K_in = K_out = view(t.k, i0, rows, F, k_);
+    if (delta) read_numbers(t.beta, i0, rows, beta);
     if (decay != Decay::NONE) {
-      find_decays(t.log_decay, i0, here);
+      find_decays(t.log_decay, i0, rows);
       if (with_queries) Q_in = {from_start(Q, q_in_), F};
       if (with_queries || delta) K_in = {from_start(K, k_in_), F};
       K_out = {to_end(K, k_out_), F};
@@ -186,12 +186,12 @@ class Chunk {
   float *decays_, *before_, *after_;  // e^log_decay, a and r, for each position, or each position and channel
   float* between_;                    // l_ij, 0 above the diagonal
 
-  void find_decays(Head log_decay, Index i0, Index here) {
+  void find_decays(Head log_decay, Index i0, Index rows) {
     const Index width = decay == Decay::HEAD ? 1 : sizes_.F;
     if (decay == Decay::HEAD)
-      read_numbers(log_decay, i0, here, decays_);
+      read_numbers(log_decay, i0, rows, decays_);
     else
-      read(log_decay, i0, here, width, decays_);
+      read(log_decay, i0, rows, width, decays_);
     for (Index p = 0; p < C * width; p += W) store(decays_ + p, exponential(load(decays_ + p)));
     for (Index p = 0; p < width; ++p) {
       float a = 1, r = 1;
@@ -264,20 +264,20 @@ void forward_row(Rule rule, const Sizes& sizes, const Inputs& t, float* state, H
   read_state(sizes, state, S);
   Ahead ahead;
   for (Index i0 = 0; i0 < n; i0 += C) {
-    const Index here = at_most(C, n - i0), next = at_most(C, n - i0 - here);
+    const Index rows = at_most(C, n - i0), next = at_most(C, n - i0 - rows);
     ahead.restart();
-    ahead.add(out.part(i0, here, WRITE));
-    prefetch(ahead, t, i0 + here, next, true);
+    ahead.add(out.part(i0, rows, WRITE));
+    prefetch(ahead, t, i0 + rows, next, true);
     c.find(ahead, t, i0, true);
-    Rows U = view(t.v, i0, here, D, v_room);
+    Rows U = view(t.v, i0, rows, D, v_room);
     if (rule.delta) {
       c.values(ahead, U, S, F_, U_);
       U = {U_, D};
     }
-    const Place to = place(out, i0, here, D, Y);
+    const Place to = place(out, i0, rows, D, Y);
     multiply(ahead, C, D, F, {c.Q_in.p, c.Q_in.row, 1}, S, D, to.p, to.row, SET);
     multiply_lower(D, {c.A, C, 1}, U, to.p, to.row);
-    if (to.p == Y) write(out, i0, here, D, Y);
+    if (to.p == Y) write(out, i0, rows, D, Y);
     c.advance(ahead, U, S, S);
   }
   copy_matrix(sizes.f, sizes.d, S, D, state, sizes.d);
@@ -312,8 +312,8 @@ void backward_row(Rule rule, const Sizes& sizes, const Inputs& t, Head g, const 
   Ahead ahead;
 
   // U of the chunk at i0, whose F is known.
-  const auto values_of = [&](Index i0, Index here) {
-    if (!delta) return view(t.v, i0, here, D, v_room);
+  const auto values_of = [&](Index i0, Index rows) {
+    if (!delta) return view(t.v, i0, rows, D, v_room);
     for (Index i = 0; i < C; ++i)
       for (Index j = 0; j < D; j += W) store(U_ + i * D + j, load(all_F + (i0 + i) * D + j) * c.beta[i]);
     return Rows{U_, D};
@@ -335,12 +335,12 @@ void backward_row(Rule rule, const Sizes& sizes, const Inputs& t, Head g, const 
   float* const S = again;
   read_state(sizes, state, S);
   for (Index i0 = 0; i0 < n; i0 += C) {
-    const Index here = at_most(C, n - i0), next = at_most(C, n - i0 - here);
+    const Index rows = at_most(C, n - i0), next = at_most(C, n - i0 - rows);
     ahead.restart();
-    prefetch(ahead, t, i0 + here, next, false);
+    prefetch(ahead, t, i0 + rows, next, false);
     if (i0 / C % GROUP == 0) std::memcpy(kept + i0 / C / GROUP * F * D, S, sizeof(float) * F * D);
     c.find(ahead, t, i0, false);
-    Rows U = view(t.v, i0, here, D, v_room);
+    Rows U = view(t.v, i0, rows, D, v_room);
     if (delta) {
       c.values(ahead, U, S, all_F + i0 * D, U_);
       U = {U_, D};
@@ -359,16 +359,16 @@ void backward_row(Rule rule, const Sizes& sizes, const Inputs& t, Head g, const 
       c.advance(ahead, values_of(first + i * C, C), state_of(i), state_of(i + 1));
     }
     for (Index i = count - 1; i >= 0; --i) {
-      const Index i0 = first + i * C, here = at_most(C, n - i0);
+      const Index i0 = first + i * C, rows = at_most(C, n - i0);
       const float* S = state_of(i);
       ahead.restart();
-      for (const Head* t : {&to.q, &to.k, &to.v}) ahead.add(t->part(i0, here, WRITE));
+      for (const Head* t : {&to.q, &to.k, &to.v}) ahead.add(t->part(i0, rows, WRITE));
       if (i0 > 0) {
         prefetch(ahead, t, i0 - C, C, true);
         ahead.add(g.part(i0 - C, C));
       }
       c.find(ahead, t, i0, true);
-      const Rows U = values_of(i0, here), G = view(g, i0, here, D, g_room);
+      const Rows U = values_of(i0, rows), G = view(g, i0, rows, D, g_room);
 
       multiply(ahead, C, D, F, {c.K_out.p, c.K_out.row, 1}, R_, D, X, D, SET);
       multiply_upper(D, {c.A, 1, C}, G, X, D);
@@ -377,9 +377,9 @@ void backward_row(Rule rule, const Sizes& sizes, const Inputs& t, Head g, const 
         c.values_backward(X, E_);
         E = E_;
         dot_rows(D, {X, D}, {all_F + i0 * D, D}, numbers);
-        write_numbers(to.beta, i0, here, numbers);
+        write_numbers(to.beta, i0, rows, numbers);
       }
-      write(to.v, i0, here, D, E);
+      write(to.v, i0, rows, D, E);
 
       transpose(C, D, G, Gt, C);  // (D, C)
       transpose(C, D, U, Ut, C);
@@ -412,7 +412,7 @@ void backward_row(Rule rule, const Sizes& sizes, const Inputs& t, Head g, const 
           for (Index r = 0; r < C; ++r) numbers[r] += more[r];
         }
         for (Index r = C - 1; r >= 0; --r) numbers[r] = sum += numbers[r];
-        write_numbers(to.log_decay, i0, here, numbers);
+        write_numbers(to.log_decay, i0, rows, numbers);
       }
       if (decay == Decay::CHANNEL)
         for (Index f = 0; f < F; f += W) {
@@ -421,7 +421,7 @@ void backward_row(Rule rule, const Sizes& sizes, const Inputs& t, Head g, const 
             Vector of_key = load(dK + r * F + f);
             if (delta) of_key -= load(dRead + r * F + f);
             sum += load(c.Q.p + r * c.Q.row + f) * load(dQ + r * F + f) - load(c.K.p + r * c.K.row + f) * of_key;
-            if (r < here && f < sizes.f) put(to.log_decay, i0 + r, f, sum);
+            if (r < rows && f < sizes.f) put(to.log_decay, i0 + r, f, sum);
           }
         }
       for (Index r = 0; r < C; ++r)
@@ -430,8 +430,8 @@ void backward_row(Rule rule, const Sizes& sizes, const Inputs& t, Head g, const 
           if (delta) x += load(dRead + p);
           store(dK + p, x);
         }
-      write(to.q, i0, here, F, dQ);
-      write(to.k, i0, here, F, dK);
+      write(to.q, i0, rows, F, dQ);
+      write(to.k, i0, rows, F, dK);
 
       c.decay_state(R_, R_);
       multiply(ahead, F, D, C, {c.Q_in.p, 1, c.Q_in.row}, G.p, G.row, R_, D, ADD);

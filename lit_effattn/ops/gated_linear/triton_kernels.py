@@ -31,6 +31,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 from torch.nn import functional as F
+from typing_extensions import override
 
 from lit_effattn.ops.gated_linear import pytorch
 from lit_effattn.ops.linear.triton_kernels import _NARROWEST, _WIDE, _dot, _padded, _precision
@@ -87,8 +88,8 @@ class _Chunks(pytorch._Chunks):
             self.w = self.inverse @ (self.beta * self.k_in)  # (B, H, M, C, D)
             self.t = -self.k_out.mT @ self.w  # (B, H, M, D, D)
 
+    @override
     def states(self, state: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """See `pytorch._Chunks.states`."""
         v = self.v if self.beta is None else self.inverse @ (self.beta * self.v)
         before, last = self._recurrence(self.k_out.mT @ v, state, backward=False)
         return before, v if self.w is None else v - self.w @ before, last

@@ -21,12 +21,12 @@ void forward_row(const Sizes& sizes, Head q, Head k, Head v, float* s, float* z,
   std::memcpy(Z, z, sizeof(float) * f);
   Ahead ahead;
   for (Index i0 = 0; i0 < n; i0 += C) {
-    const Index here = at_most(C, n - i0), next = at_most(C, n - i0 - here);
+    const Index rows = at_most(C, n - i0), next = at_most(C, n - i0 - rows);
     ahead.restart();
-    ahead.add(out.part(i0, here, WRITE));
-    for (const Head* t : {&q, &k, &v}) ahead.add(t->part(i0 + here, next));
-    const Rows Q = view<map>(q, i0, here, F, q_room), V = view(v, i0, here, D, v_room);
-    const Rows K = view<map>(k, i0, here, F, k_room);
+    ahead.add(out.part(i0, rows, WRITE));
+    for (const Head* t : {&q, &k, &v}) ahead.add(t->part(i0 + rows, next));
+    const Rows Q = view<map>(q, i0, rows, F, q_room), V = view(v, i0, rows, D, v_room);
+    const Rows K = view<map>(k, i0, rows, F, k_room);
 
     transpose(C, F, Q, Qt, C);  // (F, C)
     for (Index j = 0; j < C; j += W) {  // A[j, i] = k_j . q_i where j <= i
@@ -46,7 +46,7 @@ void forward_row(const Sizes& sizes, Head q, Head k, Head v, float* s, float* z,
     }
     multiply(ahead, C, D, F, {Q.p, Q.row, 1}, S, D, Y, D, SET);
     multiply_lower(D, {A, 1, C}, V, Y, D);
-    write(out, i0, here, D, Y, above);
+    write(out, i0, rows, D, Y, above);
 
     multiply(ahead, F, D, C, {K.p, 1, K.row}, V.p, V.row, S, D, ADD);
     add_rows(F, K, nullptr, Z);
@@ -81,13 +81,13 @@ void backward_row(const Sizes& sizes, Head g, Head q, Head k, Head v, const floa
   std::memcpy(Z, z, sizeof(float) * f);
   float* Vt = two;
   for (Index i0 = 0; i0 < n; i0 += C) {
-    const Index here = at_most(C, n - i0), next = at_most(C, n - i0 - here);
+    const Index rows = at_most(C, n - i0), next = at_most(C, n - i0 - rows);
     ahead.restart();
-    ahead.add(g_q.part(i0, here, WRITE));
-    for (const Head* t : {&q, &k, &v, &g}) ahead.add(t->part(i0 + here, next));
-    const Rows Q = view<map>(q, i0, here, F, q_room), V = view(v, i0, here, D, v_room);
-    const Rows G_ = view(g, i0, here, D, x_room);  // not divided yet: the products are divided
-    const Rows K = view<map>(k, i0, here, F, k_room);
+    ahead.add(g_q.part(i0, rows, WRITE));
+    for (const Head* t : {&q, &k, &v, &g}) ahead.add(t->part(i0 + rows, next));
+    const Rows Q = view<map>(q, i0, rows, F, q_room), V = view(v, i0, rows, D, v_room);
+    const Rows G_ = view(g, i0, rows, D, x_room);  // not divided yet: the products are divided
+    const Rows K = view<map>(k, i0, rows, F, k_room);
 
     for (Index j = 0; j < F; j += W) {  // z_i
       Vector x = load(Z + j);
@@ -108,7 +108,7 @@ void backward_row(const Sizes& sizes, Head g, Head q, Head k, Head v, const floa
     multiply(ahead, C, F, D, {G_.p, G_.row, 1}, S, F, T, F, SET);
     multiply_lower(F, {G, C, 1}, K, T, F);  // S_i g_i
     dot_rows(F, Q, {T, F}, y + i0);
-    for (Index i = 0; i < here; ++i) {
+    for (Index i = 0; i < rows; ++i) {
       const float scale = above[i0 + i];  // x_i = scale g_i; two factors, since scale^2 may be infinite
       y[i0 + i] = y[i0 + i] * scale * -scale;
       const Vector weight = all(scale), of_sum = all(y[i0 + i]);
@@ -127,14 +127,14 @@ void backward_row(const Sizes& sizes, Head g, Head q, Head k, Head v, const floa
   copy_matrix(f, d, g_s, d, R_, D);
   std::memcpy(r_, g_z, sizeof(float) * f);
   for (Index i0 = (n - 1) / C * C; i0 >= 0; i0 -= C) {
-    const Index here = at_most(C, n - i0);
+    const Index rows = at_most(C, n - i0);
     ahead.restart();
-    for (const Head* t : {&g_k, &g_v}) ahead.add(t->part(i0, here, WRITE));
+    for (const Head* t : {&g_k, &g_v}) ahead.add(t->part(i0, rows, WRITE));
     if (i0 > 0)
       for (const Head* t : {&q, &k, &v, &g}) ahead.add(t->part(i0 - C, C));
-    const Rows Q = view<map>(q, i0, here, F, q_room), V = view(v, i0, here, D, v_room);
-    const Rows K = view<map>(k, i0, here, F, k_room);
-    read(g, i0, here, D, x_room, above + i0);
+    const Rows Q = view<map>(q, i0, rows, F, q_room), V = view(v, i0, rows, D, v_room);
+    const Rows K = view<map>(k, i0, rows, F, k_room);
+    read(g, i0, rows, D, x_room, above + i0);
     const Rows X = {x_room, D};
 
     transpose(C, F, K, Kt, C);  // (F, C)
@@ -151,15 +151,15 @@ void backward_row(const Sizes& sizes, Head g, Head q, Head k, Head v, const floa
       }
     }
     multiply(ahead, F, C, D, {R_, D, 1}, Vt, C, dK, C, SET);  // dk, as (F, C)
-    const Place to_k = place(g_k, i0, map == NONE ? here : 0, F, U);
+    const Place to_k = place(g_k, i0, map == NONE ? rows : 0, F, U);
     transpose(F, C, {dK, C}, to_k.p, to_k.row, r_);
     multiply_upper(F, {G, 1, C}, Q, to_k.p, to_k.row);
-    if (to_k.p == U) write<map>(g_k, i0, here, F, U, nullptr, K.p);
+    if (to_k.p == U) write<map>(g_k, i0, rows, F, U, nullptr, K.p);
 
-    const Place to_v = place(g_v, i0, here, D, O);
+    const Place to_v = place(g_v, i0, rows, D, O);
     multiply(ahead, C, D, F, {K.p, K.row, 1}, R_, D, to_v.p, to_v.row, SET);
     multiply_upper(D, {A, 1, C}, X, to_v.p, to_v.row);
-    if (to_v.p == O) write(g_v, i0, here, D, O);
+    if (to_v.p == O) write(g_v, i0, rows, D, O);
 
     multiply(ahead, F, D, C, {Q.p, 1, Q.row}, X.p, D, R_, D, ADD);
     add_rows(F, Q, y + i0, r_);

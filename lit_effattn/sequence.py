@@ -91,8 +91,9 @@ class SequenceModule(HasInitArgs, nn.Module, ABC):
             dtype: Type of the stored tensors (accumulators have at least float32). Default: the parameters'.
         """
         if device is None or dtype is None:
-            like = next(self.parameters(), None)
-            like = torch.empty(0) if like is None else like
+            like: Tensor | None = next(self.parameters(), None)
+            if like is None:
+                like = torch.empty(0)
             device, dtype = device or like.device, dtype or like.dtype
         return self.empty_state(batch_size, max_len, device, dtype)
 

@@ -171,8 +171,7 @@ def by_position(like: Tensor, dtype: torch.dtype | None = None) -> Tensor:
 class Operator:
     """The operators `lit_effattn::name` and `lit_effattn::name_backward`, its gradients, which have no gradients.
 
-    `torch.compile`, dispatch modes and tracers see them like PyTorch's own operators. In eager mode on the CPU they are
-    called without PyTorch's dispatcher, whose Python takes a fifth of the time of a short sequence.
+    `torch.compile`, dispatch modes and tracers see them like PyTorch's own operators.
 
     Args:
         name: Name of the operator.
@@ -204,7 +203,7 @@ class Operator:
     ) -> None:
         whole = f"lit_effattn::{name}"
         of_backward = f"{whole}_backward"
-        # torch.library.custom_op does the same with more Python for each call.
+        # `torch.library.custom_op` does the same with more Python for each call.
         torch.library.define(whole, signature)
         torch.library.define(of_backward, signature_of_backward)
         torch.library.impl(whole, ("cpu", "cuda"), forward)
@@ -214,35 +213,12 @@ class Operator:
         torch.library.register_autograd(whole, gradients, setup_context=keep)
         torch.library.register_autograd(of_backward, _refusing(refusal))
         self._forward = getattr(torch.ops.lit_effattn, name).default
-        self._backward = getattr(torch.ops.lit_effattn, f"{name}_backward").default
-        self._backward_directly = backward
-
-        def apply(ctx: Any, *inputs: Any) -> Any:
-            result = forward(*inputs)
-            keep(ctx, inputs, result)
-            return result
-
-        methods = {"forward": staticmethod(apply), "backward": staticmethod(gradients)}
-        self._directly: Any = type(name, (torch.autograd.Function,), methods)
+        self.backward = getattr(torch.ops.lit_effattn, f"{name}_backward").default
+        """Returns the gradients, the results of `signature_of_backward`."""
 
     def __call__(self, *inputs: Any) -> Any:
         """Apply the operator, with autograd."""
-        return self._forward(*inputs) if _is_watched(inputs) else self._directly.apply(*inputs)
-
-    def backward(self, *inputs: Any) -> Any:
-        """Return the gradients, the results of `signature_of_backward`."""
-        if torch.is_grad_enabled() or _is_watched(inputs):  # the operator raises the error if they are differentiated
-            return self._backward(*inputs)
-        return self._backward_directly(*inputs)
-
-
-def _is_watched(inputs: tuple[Any, ...]) -> bool:
-    """Return whether to call the dispatcher: in compilation, tracing or a dispatch mode, or on another device."""
-    if torch.compiler.is_compiling() or inputs[0].device.type != "cpu":
-        return True
-    if any(isinstance(t, Tensor) and type(t) not in (Tensor, torch.nn.Parameter) for t in inputs):
-        return True
-    return torch._C._len_torch_dispatch_stack() > 0 or torch.jit.is_tracing()
+        return self._forward(*inputs)
 
 
 def in_form(package: str, name: str) -> Callable[..., Any]:

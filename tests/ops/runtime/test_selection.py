@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -12,7 +11,6 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lit_effattn.ops.runtime import selection
 from lit_effattn.ops.runtime.selection import Operator
 
 
@@ -67,42 +65,23 @@ class Seen(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-@pytest.fixture
-def dispatched(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
-    """Count the calls that go through the dispatcher."""
-    names: list[str] = []
-
-    def counted(operator: Any) -> Any:
-        def call(*inputs: Any) -> Any:
-            names.append(operator._opname)
-            return operator(*inputs)
-
-        return call
-
-    for part in ("_forward", "_backward"):
-        monkeypatch.setattr(POWER, part, counted(getattr(POWER, part)))
-    return names
-
-
-def test_the_dispatcher_is_not_called_in_eager_mode(dispatched: list[str]):
+def test_its_results_and_gradients():
     x = torch.tensor([2.0, -3.0], requires_grad=True)
     y = cube(x)
     y.backward(torch.tensor([1.0, 10.0]))
     assert y.tolist() == [8, -27]
     assert x.grad is not None
     assert x.grad.tolist() == [3 * 4, 10 * 3 * 9]
-    assert cube(torch.nn.Parameter(x.detach())).tolist() == [8, -27]
     with torch.no_grad():
         assert not cube(x).requires_grad
-    assert dispatched == []
 
 
-def test_a_mode_sees_it_whole(dispatched: list[str]):
+def test_a_mode_sees_it_whole():
     x = torch.tensor([2.0], requires_grad=True)
     with Seen() as seen:
         (g,) = torch.autograd.grad(cube(x).sum(), x)
     assert g.tolist() == [12]
-    assert seen.names == dispatched == ["test_power", "test_power_backward"]
+    assert seen.names == ["test_power", "test_power_backward"]
 
 
 def test_tensors_without_numbers_get_its_shapes():
@@ -139,10 +118,3 @@ def test_a_second_derivative_is_refused():
     assert g.tolist() == [12]
     with pytest.raises(NotImplementedError, match="a power has no second derivative here"):
         g.sum().backward()
-
-
-def test_what_watching_is():
-    assert not selection._is_watched((torch.ones(1), 3, None))
-    assert selection._is_watched((torch.ones(1, device="meta"), 3))
-    with Seen():
-        assert selection._is_watched((torch.ones(1), 3))

@@ -318,7 +318,8 @@ class Bare(_Steps):
         start = now(self.device)
         if self.carries and self.memory is None:
             self.memory = self.model.backbone.initial_state(len(batch[0]), device=self.device)
-        loss, _, self.memory, _ = self.model.objective(batch, self.memory)
+        loss, _, state, _ = self.model.objective(batch, self.memory)
+        self.memory = state if self.carries else None
         self.optimizer.zero_grad()
         loss.backward()
         if self.clip:

@@ -24,9 +24,9 @@ class MemoryCarry(pl.Callback):
     start of every epoch, and is reset in the rows where the batch's `fresh` marks a new document. The checkpoint has
     the memory of every process, so a resumed run continues with the same memories.
 
-    Works with models that have `memory` and `active_backbone` (see `LanguageModel`), on data in contiguous streams: row
-    i of a batch continues row i of the previous one. A step reads the model's `memory` and replaces it by the state
-    after the batch. This callback does the rest.
+    Works with models that have `memory`, `carries` and `active_backbone` (see `LanguageModel`), on data in contiguous
+    streams: row i of a batch continues row i of the previous one. A step reads the model's `memory` and, since this
+    callback sets `carries`, replaces it by the state after the batch.
 
     Args:
         training: Whether to carry memories in training.
@@ -73,11 +73,13 @@ class MemoryCarry(pl.Callback):
     def on_train_batch_start(self, trainer: pl.Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
         """Reset the memory of rows that start a new document."""
         self._training = None  # the model has it
+        pl_module.carries = self.training
         if self.training:
             pl_module.memory = _for_batch(pl_module.active_backbone, pl_module.memory, batch)
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: Any) -> None:
         """Move the memory to this callback, for a checkpoint: later calls of the model have other data."""
+        pl_module.carries = False
         if pl_module.memory is not None:
             self._training, pl_module.memory = pl_module.memory, None
 
@@ -89,12 +91,14 @@ class MemoryCarry(pl.Callback):
         self, trainer: pl.Trainer, pl_module: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
         """Clear the memory at the first batch; reset the memory of rows that start a new document."""
+        pl_module.carries = self.evaluation
         if self.evaluation:
             memory = None if batch_idx == 0 else pl_module.memory
             pl_module.memory = _for_batch(pl_module.active_backbone, memory, batch)
 
     def on_validation_end(self, trainer: pl.Trainer, pl_module: Any) -> None:
         """Restore the training's memory, if the training continues."""
+        pl_module.carries = False
         within_training = trainer.state.fn == TrainerFn.FITTING and not trainer.sanity_checking
         pl_module.memory = self._training if within_training else None
 
@@ -105,7 +109,7 @@ class MemoryCarry(pl.Callback):
         """Remove the memory from the model."""
         if trainer.training:
             self.on_train_end(trainer, pl_module)
-        pl_module.memory = None
+        pl_module.memory, pl_module.carries = None, False
 
     # ----------------------------------------------------------------------------------------------------- checkpoints
 

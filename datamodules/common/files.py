@@ -2,14 +2,13 @@
 
 import codecs
 import gzip
-import io
 import os
 import zlib
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple
+from typing import TYPE_CHECKING, BinaryIO, NamedTuple
 
 from lit_effattn.datamodules.common.faults import Fault, Faults
 from lit_effattn.datamodules.common.splits import SPLITS
@@ -22,14 +21,8 @@ IMAGE_FORMATS = ("BMP", "GIF", "JPEG", "PNG", "PPM", "TIFF", "WEBP")
 
 _HEAD = 4096  # bytes by which a format is recognised
 _GZIP = b"\x1f\x8b"
-_MARKS = (  # the mark of UTF-32 begins with that of UTF-16
-    (codecs.BOM_UTF8, "utf-8-sig"),
-    (codecs.BOM_UTF32_LE, "utf-32"),
-    (codecs.BOM_UTF32_BE, "utf-32"),
-    (codecs.BOM_UTF16_LE, "utf-16"),
-    (codecs.BOM_UTF16_BE, "utf-16"),
-)
 _OTHER = (
+    *((mark, "UTF-16 or UTF-32") for mark in (codecs.BOM_UTF32_BE, codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)),
     (b"PK\x03\x04", "a zip archive or an Office document"),
     (b"PK\x05\x06", "an empty zip archive"),
     (b"\xfd7zXZ\x00", "an xz archive"),
@@ -168,24 +161,19 @@ _KINDS = (
 
 
 class Encoding(NamedTuple):
-    """The encoding of a file of text.
+    """The form in which a file holds a text in UTF-8.
 
     Attributes:
         compressed: Whether it is compressed with gzip.
-        name: Python's name of its encoding. Text without a byte-order mark is "utf-8", and is not checked.
+        marked: Whether the text begins with a byte-order mark.
     """
 
     compressed: bool
-    name: str
-
-    @property
-    def in_place(self) -> bool:
-        """Whether the file's bytes are the text's, after a byte-order mark."""
-        return not self.compressed and self.name in ("utf-8", "utf-8-sig")
+    marked: bool
 
 
 def text_encoding(path: Path) -> Encoding:
-    """Recognise a text by its first bytes, whatever its name.
+    """Recognise a text by its first bytes, whatever its name. That it is UTF-8 is not checked.
 
     Raises:
         FileNotFoundError: If there is no such file.
@@ -196,78 +184,33 @@ def text_encoding(path: Path) -> Encoding:
     if compressed := head.startswith(_GZIP):
         with _naming(path), gzip.open(path) as unpacked:
             head = unpacked.read(_HEAD)
-    for mark, name in _MARKS:
-        if head.startswith(mark):
-            return Encoding(compressed, name)
     kind = next((kind for magic, kind in _OTHER if head.startswith(magic)), None)
     if kind is None and b"\0" in head:
         kind = "binary, or UTF-16 without a byte-order mark"
     if kind is not None:
-        raise ValueError(f"{shown(path)}: its content is {kind}, not text; save it as UTF-8, or remove it")
-    return Encoding(compressed, "utf-8")
+        raise ValueError(f"{shown(path)}: its content is {kind}, not text in UTF-8; save it as UTF-8, or remove it")
+    return Encoding(compressed, head.startswith(codecs.BOM_UTF8))
 
 
 @contextmanager
-def open_text(path: Path) -> Iterator[io.TextIOWrapper]:
-    r"""Open a text: UTF-8, or UTF-16 or UTF-32 that begin with a byte-order mark, also compressed with gzip.
-
-    The byte-order mark is not part of the text. Only `\n` ends a line.
+def open_utf8(path: Path) -> Iterator[BinaryIO]:
+    """Open a text in UTF-8, which may be compressed with gzip, as bytes, after a byte-order mark.
 
     Raises:
         FileNotFoundError: If there is no such file.
-        ValueError: Also while reading: if it is not a text in one of these encodings.
+        ValueError: If its first bytes are not of such a text; also while reading, if its compression is damaged, or by
+            decoding within the context.
     """
-    encoding = text_encoding(path)
-    with _naming(path), _binary(path, encoding) as file:
-        yield io.TextIOWrapper(file, encoding=encoding.name, newline="\n")
-
-
-@contextmanager
-def open_utf8(path: Path) -> Iterator[Any]:
-    """Open a text as `open_text` does, as bytes in UTF-8. Bytes that are not UTF-8 are returned as they are."""
-    encoding = text_encoding(path)
-    with _naming(path), _binary(path, encoding) as file:
-        if encoding.name == "utf-8-sig":
-            file.read(len(codecs.BOM_UTF8))
-        if encoding.name.startswith("utf-8"):
-            yield file
-        else:
-            yield _Recoded(io.TextIOWrapper(file, encoding=encoding.name, newline="\n"))
+    compressed, marked = text_encoding(path)
+    with _naming(path), gzip.open(path) if compressed else path.open("rb") as file:
+        file.seek(len(codecs.BOM_UTF8) if marked else 0)
+        yield file  # type: ignore[misc]  # gzip's file is one
 
 
 def read_text(path: Path) -> str:
-    """Return a text as `open_text` reads it."""
-    with open_text(path) as file:
-        return file.read()
-
-
-def _binary(path: Path, encoding: Encoding) -> BinaryIO:
-    return gzip.open(path) if encoding.compressed else path.open("rb")  # type: ignore[return-value]
-
-
-class _Recoded:
-    """A text as bytes in UTF-8."""
-
-    def __init__(self, text: io.TextIOWrapper) -> None:
-        self._text = text
-        self._offset = 0
-
-    def tell(self) -> int:
-        return self._offset
-
-    def read(self, size: int = -1) -> bytes:
-        return self._counted(self._text.read(size))
-
-    def readline(self) -> bytes:
-        return self._counted(self._text.readline())
-
-    def _counted(self, text: str) -> bytes:
-        utf8 = text.encode()
-        self._offset += len(utf8)
-        return utf8
-
-    def __iter__(self) -> Iterator[bytes]:
-        return iter(self.readline, b"")
+    """Return a text that `open_utf8` opens. Only line feeds end lines."""
+    with open_utf8(path) as file:
+        return file.read().decode()
 
 
 @contextmanager

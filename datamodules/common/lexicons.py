@@ -64,6 +64,7 @@ def _text(path: Path) -> str:
     try:
         return read_text(path)
     except ValueError as error:
-        if not isinstance(error.__cause__, UnicodeDecodeError) or text_encoding(path) != Encoding(False, "utf-8"):
+        plain = text_encoding(path) == Encoding(compressed=False, marked=False)
+        if not plain or not isinstance(error.__cause__, UnicodeDecodeError):
             raise
         return path.read_text(encoding="latin-1")  # CMUdict's encoding until 0.7b

@@ -80,7 +80,7 @@ def fault_of(where: str, text: str) -> Fault | None:
 def read_lines(path: Path) -> Iterator[tuple[str, str | Fault]]:
     """Yield the lines of a text without their ends, or their faults, each with its file and number.
 
-    The file may be compressed, or begin with a byte-order mark: see `open_text`.
+    The file may be compressed, or begin with a byte-order mark: see `open_utf8`.
     """
     with open_utf8(path) as file:
         for number, line in enumerate(file, 1):

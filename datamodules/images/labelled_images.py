@@ -31,7 +31,7 @@ class LabelledImages(PixelSequences):
 
     A batch is a `LabelledBatch` whose `x` is what `PixelSequences` gives: (B, N) of uint8, N = H·W·C, with levels 0 to
     `n_levels - 1` in raster order. The classes of `dataset="folder"` are its subfolders: `cat/1.png`, or
-    `train/cat/1.png`, `val/cat/2.png` and `test/cat/3.png` if the splits have folders. dataset="photos" has no classes.
+    `train/cat/1.png`, `val/cat/2.png` and `test/cat/3.png` if the splits have folders.
 
     The arguments are those of `PixelSequences`.
     """
@@ -45,15 +45,10 @@ class LabelledImages(PixelSequences):
 
         Raises:
             FileNotFoundError: If the folder is missing.
-            ValueError: If the data set has no classes, or an image of the folder is not in a subfolder.
+            ValueError: If an image of the folder is not in a subfolder.
         """
         if self.dataset == "folder":
             return _class_folders(self.root, image_sources.folder(self.root)[0])
-        if self.dataset not in _CLASSES:
-            raise ValueError(
-                f"dataset={self.dataset!r} has no classes; choose one of {', '.join(_CLASSES)}, or a folder with a "
-                "subfolder for each class"
-            )
         return _CLASSES[self.dataset]
 
     @property

@@ -26,7 +26,6 @@ class _Kind(NamedTuple):
 
 _KINDS = {
     "digits": _Kind((8, 8, 1), 17, ()),
-    "photos": _Kind((32, 32, 3), 256, ("flip", "stride")),
     "mnist": _Kind((28, 28, 1), 256, ("root", "download")),
     "fashion_mnist": _Kind((28, 28, 1), 256, ("root", "download")),
     "cifar10": _Kind((32, 32, 3), 256, ("root", "download", "flip")),
@@ -44,10 +43,9 @@ class PixelSequences(DataModule):
 
     Args:
         dataset: digits: UCI's 1797 handwritten digits, 8×8×1 at 17 levels, 1437/180/180 for training, validation and
-            test. photos: 32×32×3 crops of scikit-learn's two photographs (extra `photos`); one is for training (its
-            left 5/6) and validation (the rest, no pixel shared), the other for test. mnist, fashion_mnist: 28×28×1,
-            55,000/5,000/10,000. cifar10: 32×32×3, 48,000/2,000/10,000. folder: any images; subfolders train, val and
-            test are the splits, otherwise a fixed 80/10/10 %. digits and photos need no network.
+            test; needs no network. mnist, fashion_mnist: 28×28×1, 55,000/5,000/10,000. cifar10: 32×32×3,
+            48,000/2,000/10,000. folder: any images; subfolders train, val and test are the splits, otherwise a fixed
+            80/10/10 %.
         root: folder: folder of the images (png, jpg, jpeg, webp, bmp, gif, tif, tiff or ppm, in subfolders too).
             mnist, fashion_mnist, cifar10: folder of the files, unpacked or as archives, or for their download;
             default: data.
@@ -56,11 +54,10 @@ class PixelSequences(DataModule):
         num_workers: Worker processes that load data; 0: none.
         n_levels: Number of levels after quantisation, from 2 to that of the data (digits 17, others 256), which is the
             default: level = ⌊value · n_levels / levels of the data⌋.
-        flip: photos, cifar10, folder: mirror each training image left to right with probability 1/2.
+        flip: cifar10, folder: mirror each training image left to right with probability 1/2.
         seed: Seed of the order and the flips of the training images.
         image_size: folder: side of the square that images are resized to and centre-cropped; required.
         channels: folder: 3 for colour (default), 1 for grey.
-        stride: photos: pixels from one training crop to the next; default: 8.
         download: mnist, fashion_mnist, cifar10: download files that are missing; default: true.
         verify: folder: decode every image once before the run, to find broken ones early; default: true.
         max_pixels: folder: reject images with more pixels, which would exhaust the memory; default: 67,108,864.
@@ -71,7 +68,7 @@ class PixelSequences(DataModule):
 
     def __init__(
         self,
-        dataset: Literal["digits", "photos", "mnist", "fashion_mnist", "cifar10", "folder"] = "digits",
+        dataset: Literal["digits", "mnist", "fashion_mnist", "cifar10", "folder"] = "digits",
         *,
         root: str | None = None,
         batch_size: int = 32,
@@ -82,7 +79,6 @@ class PixelSequences(DataModule):
         seed: int = 0,
         image_size: int | None = None,
         channels: Literal[1, 3] | None = None,
-        stride: int | None = None,
         download: bool | None = None,
         verify: bool | None = None,
         max_pixels: int | None = None,
@@ -95,12 +91,11 @@ class PixelSequences(DataModule):
             root=root,
             image_size=image_size,
             channels=channels,
-            stride=stride,
             download=download,
             verify=verify,
             max_pixels=max_pixels,
         )
-        at_least(1, batch_size=batch_size, eval_batch_size=eval_batch_size, image_size=image_size, stride=stride)
+        at_least(1, batch_size=batch_size, eval_batch_size=eval_batch_size, image_size=image_size)
         at_least(1, max_pixels=max_pixels)
         at_least(0, num_workers=num_workers, seed=seed)
         kind = _KINDS[dataset]
@@ -116,7 +111,6 @@ class PixelSequences(DataModule):
         self.flip = flip
         self.seed = seed
         self.root = Path("data" if root is None else root)
-        self.stride = 8 if stride is None else stride
         self.download = download is not False
         self.verify = verify is not False
         self.max_pixels = image_sources.MAX_PIXELS if max_pixels is None else max_pixels
@@ -151,13 +145,11 @@ class PixelSequences(DataModule):
         """Unpack archives and download what is missing, or decode every image of a folder once.
 
         Raises:
-            FileNotFoundError: If files are missing and not downloaded.
-            ValueError: If an image cannot be read, or an archive is damaged.
+            FileNotFoundError: If files are missing or damaged, and not downloaded.
+            ValueError: If an image cannot be read.
         """
-        if self.dataset in ("mnist", "fashion_mnist"):
-            image_sources.prepare_idx(self.dataset, self.root, self.download)
-        elif self.dataset == "cifar10":
-            image_sources.prepare_cifar10(self.root, self.download)
+        if self.dataset in image_sources.N_TRAIN:
+            image_sources.prepare(self.dataset, self.root, self.download)
         elif self.dataset == "folder" and self.verify:
             splits, _ = image_sources.folder(self.root)
             image_sources.verify_images([path for paths in splits.values() for path in paths], self.max_pixels)
@@ -194,7 +186,7 @@ class PixelSequences(DataModule):
             paths, _ = image_sources.folder(self.root)
             return {name: ImageFiles(paths[name], self.image_shape, self.n_levels, self.max_pixels) for name in paths}
         native = _KINDS[self.dataset].n_levels
-        images = image_sources.images(self.dataset, self.root, test, self.stride)
+        images = image_sources.images(self.dataset, self.root, test)
         return {name: ImageArray(images[name], native, self.n_levels) for name in images}
 
     def train_dataloader(self) -> ResumableLoader:
@@ -329,7 +321,7 @@ def _check_options(dataset: str, **options: Any) -> None:
 
 def _folder_shape(root: str | None, image_size: int | None, channels: int | None) -> tuple[int, int, int]:
     if root is None:
-        raise ValueError("root=None: dataset='folder' needs the folder of the images, such as root=photos/mine")
+        raise ValueError("root=None: dataset='folder' needs the folder of the images, such as root=data/mine")
     if image_size is None:
         raise ValueError("image_size=None: dataset='folder' needs the side to resize the images to, such as 32")
     if channels not in (None, 1, 3):

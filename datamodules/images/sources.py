@@ -1,8 +1,6 @@
 """Sources of images: uint8 arrays of shape (n, H, W, C), or paths of files, with fixed splits."""
 
-import math
 import socket
-import struct
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -13,7 +11,6 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from lit_effattn.datamodules.common.archives import unpack_gzip, unpack_tar
 from lit_effattn.datamodules.common.bars import progress_bar
 from lit_effattn.datamodules.common.faults import Faults
 from lit_effattn.datamodules.common.files import open_image, walk_splits
@@ -23,7 +20,6 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
 EXTENSIONS = (".bmp", ".gif", ".jpeg", ".jpg", ".png", ".ppm", ".tif", ".tiff", ".webp")
-PATCH = 32  # side of the crops from photographs, as in CIFAR-10
 _NAMED = 10  # broken images that an error names after the first
 MAX_PIXELS = 2**26  # of an image file: 8192 × 8192, 270 MB in Pillow
 
@@ -37,19 +33,15 @@ def _split_off(values: Tensor, **counts: int) -> dict[str, Tensor]:
     return {"train": values[order], **splits}
 
 
-def images(dataset: str, root: Path, test: bool, stride: int) -> dict[str, Tensor]:
+def images(dataset: str, root: Path, test: bool) -> dict[str, Tensor]:
     """Return the images of each split, (n, H, W, C) of uint8.
 
     Raises:
-        ValueError: If a file of mnist or fashion_mnist is damaged, or photos needs scikit-learn.
+        ValueError: If a file is damaged.
     """
     if dataset == "digits":
         return _split_off(torch.from_numpy(_digits()[:, :-1].reshape(-1, 8, 8, 1)), val=180, test=180)
-    if dataset == "photos":
-        return _photos(stride)
-    if dataset != "cifar10":
-        _check_idx(dataset, root, test)
-    data = torch.as_tensor(_data_set(dataset)(root, train=not test).data)  # (n, H, W) or (n, H, W, C)
+    data = torch.as_tensor(_loaded(dataset, root, test).data)  # (n, H, W) or (n, H, W, C)
     return _official_splits(dataset, data if data.dim() == 4 else data.unsqueeze(-1), test)
 
 
@@ -57,7 +49,7 @@ def labels(dataset: str, root: Path, test: bool) -> dict[str, Tensor]:
     """Return the labels of the images, (n,) for each split. The arguments are those of `images`."""
     if dataset == "digits":
         return _split_off(torch.from_numpy(_digits()[:, -1].astype(np.int64)), val=180, test=180)
-    return _official_splits(dataset, torch.as_tensor(_data_set(dataset)(root, train=not test).targets), test)
+    return _official_splits(dataset, torch.as_tensor(_loaded(dataset, root, test).targets), test)
 
 
 def _digits() -> NDArray[np.uint8]:
@@ -65,35 +57,9 @@ def _digits() -> NDArray[np.uint8]:
     return np.loadtxt(Path(__file__).with_name("digits.csv.gz"), dtype=np.uint8, delimiter=",")
 
 
-def _photos(stride: int) -> dict[str, Tensor]:
-    """Return crops of two photographs: the left 5/6 of one as "train", its right 1/6 as "val", the other as "test".
-
-    Raises:
-        ValueError: If scikit-learn, which carries them, is not installed.
-    """
-    try:
-        from sklearn.datasets import load_sample_images
-    except ModuleNotFoundError as error:
-        raise ValueError("dataset='photos' needs scikit-learn: pip install 'lit-effattn[photos]'") from error
-
-    china, flower = (torch.tensor(image) for image in load_sample_images().images)  # (427, 640, 3) each
-    border = china.shape[1] * 5 // 6
-    return {
-        "train": _crops(china[:, :border], stride),
-        "val": _crops(china[:, border:], PATCH),
-        "test": _crops(flower, PATCH),
-    }
-
-
-def _crops(photo: Tensor, stride: int) -> Tensor:
-    crops = photo.unfold(0, PATCH, stride).unfold(1, PATCH, stride)  # (H, W, 3) -> (rows, columns, 3, 32, 32)
-    return crops.permute(0, 1, 3, 4, 2).reshape(-1, PATCH, PATCH, 3)
-
-
 # Data downloaded by torchvision, which tries its mirrors in turn and checks MD5 sums
 
 
-_MAX_IDX = 2**28  # bytes of an IDX file; the largest official one has 47 MB
 _TIMEOUT = 10.0  # seconds that a server may be silent; torchvision sets no limit and waits for minutes
 
 
@@ -107,44 +73,46 @@ def _data_set(name: str) -> Any:
     return {"mnist": MNIST, "fashion_mnist": FashionMNIST, "cifar10": CIFAR10}[name]
 
 
+def _loaded(name: str, root: Path, test: bool) -> Any:
+    """Return torchvision's data set. Raise ValueError if a file is damaged or has items of another size."""
+    dataset = _data_set(name)
+    size = (32, 32, 3) if name == "cifar10" else (28, 28)
+    try:
+        loaded = dataset(root, train=not test)
+        if loaded.data.shape != (len(loaded.targets), *size):
+            raise ValueError(f"{len(loaded.targets)} labels for images of shape {tuple(loaded.data.shape)}")
+    except (AssertionError, ValueError, IndexError, KeyError, RuntimeError) as error:
+        why = " ".join(str(error).split())
+        raise ValueError(
+            f"{root}: the files of {dataset.__name__} are damaged ({why}); delete them and run again"
+        ) from error
+    return loaded
+
+
 def _official_splits(dataset: str, values: Tensor, test: bool) -> dict[str, Tensor]:
     return {"test": values} if test else _split_off(values, val=len(values) // (25 if dataset == "cifar10" else 12))
 
 
-def prepare_idx(name: str, root: Path, download: bool) -> None:
-    """Make sure that the files of mnist or fashion_mnist are in `root`, unpacked.
+def prepare(name: str, root: Path, download: bool) -> None:
+    """Make sure that the files of mnist, fashion_mnist or cifar10 are in `root`, unpacked.
+
+    Archives in their place are unpacked, if their MD5 sums are right; torchvision then asks no network.
 
     Raises:
-        FileNotFoundError: If they are missing and not downloaded.
-        ValueError: If an archive is damaged.
+        FileNotFoundError: If files are missing or damaged, and not downloaded.
     """
-    dataset = _data_set(name)
-    folder, archives = root / dataset.__name__ / "raw", [archive for archive, _ in dataset.resources]
-    for archive in archives:
-        if (folder / archive).is_file() and not (folder / archive.removesuffix(".gz")).is_file():
-            unpack_gzip(folder / archive, folder / archive.removesuffix(".gz"), _MAX_IDX)
-    # torchvision loads the files as well, and its errors do not name a damaged one. `_check_idx` names it later.
-    if not all((folder / archive.removesuffix(".gz")).is_file() for archive in archives):
-        _open(dataset, root, download, f"{', '.join(archives)} of {dataset.mirrors[0]}", folder)
-
-
-def prepare_cifar10(root: Path, download: bool) -> None:
-    """Make sure that CIFAR-10's files are in `root`, unpacked and undamaged.
-
-    Raises:
-        FileNotFoundError: If they are missing and not downloaded.
-        ValueError: If the archive is damaged.
-    """
-    from torchvision.datasets import CIFAR10
     from torchvision.datasets.utils import check_integrity
 
-    archive, folder = root / CIFAR10.filename, root / CIFAR10.base_folder
-    sums = dict([*CIFAR10.train_list, *CIFAR10.test_list, (CIFAR10.meta["filename"], CIFAR10.meta["md5"])])
-    if archive.is_file() and not all(check_integrity(folder / name, sums[name]) for name in sums):
-        if not check_integrity(archive, CIFAR10.tgz_md5):
-            raise ValueError(f"{archive}: the archive is damaged (its MD5 sum is wrong); delete it and get it again")
-        unpack_tar(archive, sums.keys(), folder)
-    _open(CIFAR10, root, download, CIFAR10.url, root)
+    dataset = _data_set(name)
+    if name == "cifar10":
+        folder, archives, source = root, [(dataset.filename, dataset.tgz_md5)], dataset.url
+    else:
+        folder, archives = root / dataset.__name__ / "raw", dataset.resources
+        if all((folder / archive.removesuffix(".gz")).is_file() for archive, _ in archives):
+            return  # torchvision loads the files as well, and its errors do not name a damaged one: see `_loaded`
+        source = f"{', '.join(archive for archive, _ in archives)} of {dataset.mirrors[0]}"
+    download |= all(check_integrity(folder / archive, md5) for archive, md5 in archives)
+    _open(dataset, root, download, source, folder)
 
 
 def _open(dataset: Any, root: Path, download: bool, archives: str, folder: Path) -> None:
@@ -162,33 +130,6 @@ def _open(dataset: Any, root: Path, download: bool, archives: str, folder: Path)
         ) from error
     finally:
         socket.setdefaulttimeout(timeout)
-
-
-def _check_idx(name: str, root: Path, test: bool) -> None:
-    """Raise ValueError if a file of mnist or fashion_mnist is damaged."""
-    folder, part = root / _data_set(name).__name__ / "raw", "t10k" if test else "train"
-    labels = folder / f"{part}-labels-idx1-ubyte"
-    n_images, n_labels = _n_items(folder / f"{part}-images-idx3-ubyte", (28, 28)), _n_items(labels, ())
-    if n_images != n_labels:
-        raise ValueError(
-            f"{labels}: {n_labels} labels for {n_images} images; delete the files of {folder} and run again"
-        )
-
-
-def _n_items(path: Path, item: tuple[int, ...]) -> int:
-    """Return the number of items of shape `item` in an IDX file; raise ValueError if header and size disagree."""
-    n_dims = 1 + len(item)
-    with path.open("rb") as file:
-        header = file.read(4 + 4 * n_dims)
-    if len(header) < 4 + 4 * n_dims or header[:4] != bytes((0, 0, 8, n_dims)):
-        raise ValueError(f"{path}: not an IDX file of {n_dims}-dimensional bytes; delete it and run again")
-    shape = struct.unpack(f">{n_dims}I", header[4:])
-    size = path.stat().st_size - len(header)
-    if size != math.prod(shape):
-        raise ValueError(f"{path}: has {size} bytes, but its header says {math.prod(shape)}; delete it and run again")
-    if shape[1:] != item:
-        raise ValueError(f"{path}: items of shape {shape[1:]} instead of {item}; delete it and run again")
-    return shape[0]
 
 
 # Folders of images

@@ -37,7 +37,7 @@ def read_manifest(path: Path, *, spoken: bool = True) -> list[ManifestLine]:
     A line is `{"audio_filepath": "a.wav", "duration": 2.5, "text": "hello"}`: the file, relative to the manifest's
     folder, its length in seconds, and the transcript. `"phonemes"`, a list or a string with spaces, may replace the
     text. Optional fields are "offset", the start within the file in seconds, "speaker" and "id". The manifest may be
-    compressed, or UTF-16: see `open_text`.
+    compressed: see `open_utf8`.
 
     Args:
         path: The manifest.

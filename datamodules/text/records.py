@@ -61,7 +61,7 @@ def records(
 
 
 def _lines(path: Path, start: int) -> Iterator[tuple[int, bytes]]:
-    """Yield the lines that begin at `start` or later, each with its offset in the file as UTF-8."""
+    """Yield the lines that begin at `start` or later, each with its offset in the file."""
     with open_utf8(path) as file:
         if start:  # a line that begins before `start` belongs to what is before it
             file.seek(start - 1)
@@ -72,7 +72,7 @@ def _lines(path: Path, start: int) -> Iterator[tuple[int, bytes]]:
 
 def divisible(path: Path) -> bool:
     """Return whether parts of a file can be read by their offsets."""
-    return is_records(path.name) and text_encoding(path).in_place
+    return is_records(path.name) and not text_encoding(path).compressed
 
 
 def _text(line: bytes, field: str, path: Path, offset: int) -> bytes:

@@ -265,16 +265,15 @@ def _start(path: Path) -> int:
     """Return the offset of a file's text, after a byte-order mark of UTF-8.
 
     Raises:
-        ValueError: If it is not a text, or has to be unpacked or decoded.
+        ValueError: If it is not a text, or has to be unpacked.
     """
-    encoding = text_encoding(path)
-    if not encoding.in_place:
-        how = "compressed with gzip" if encoding.compressed else encoding.name.upper()
+    compressed, marked = text_encoding(path)
+    if compressed:
         raise ValueError(
-            f"{shown(path)}: it is {how}, which is not read in place; convert it to UTF-8, or let `lit-effattn data "
-            "prepare` read it, then use source='prepared'"
+            f"{shown(path)}: it is compressed with gzip, which is not read in place; unpack it, or let `lit-effattn "
+            "data prepare` read it, then use source='prepared'"
         )
-    return len(BOM_UTF8) if encoding.name == "utf-8-sig" else 0
+    return len(BOM_UTF8) if marked else 0
 
 
 def _split_by_name(files: list[_Part], max_bytes: int | None = None) -> dict[str, list[_Part]]:

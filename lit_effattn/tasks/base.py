@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from itertools import zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
 
@@ -22,13 +23,14 @@ from lit_effattn import sequence
 from lit_effattn.callbacks.lightning_internals import epoch_is_whole
 from lit_effattn.checkpoints.io import hide_folders, own_folders
 from lit_effattn.checkpoints.loading import check_finite, check_not_averaged, check_same_model, load_model
-from lit_effattn.checkpoints.runs import short
+from lit_effattn.datamodules.text.tokenizers import Tokenizer
 from lit_effattn.distributed import sharding
 from lit_effattn.hparams import HasInitArgs, init_args
 from lit_effattn.sequence import State, parts, reads_values
 from lit_effattn.tasks import loaders
 from lit_effattn.tasks.metrics import Count
 from lit_effattn.tasks.optimizers import MuonWithAdamW, exempt_from_decay, hidden_matrices, without_decay
+from lit_effattn.tasks.predictions import write_items
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -40,7 +42,7 @@ class Objective(NamedTuple):
     Attributes:
         loss: The scalar to minimise.
         figures: Values to log by name, detached.
-        state: The state of the backbone after the batch, detached, if the batch continued from a memory.
+        state: The state of the backbone after the batch, detached.
         n_scored: The number of items, such as tokens, of which `loss` is the mean. None: unknown.
     """
 
@@ -57,11 +59,6 @@ def check_backbone(backbone: Any, causal: bool = False) -> None:
         raise ValueError(f"backbone is {what}, not a module; give an object such as Transformer(128, 4, 2)")
     if causal and not backbone.causal:
         raise ValueError("backbone has causal=False, so a position would see what it predicts; set causal=True")
-
-
-def carried(memory: State | None, state: State) -> State | None:
-    """Return the memory after a batch that started from `memory`: `state`, detached; None if there was none."""
-    return None if memory is None else sequence.detach(state)
 
 
 def check_fields(batch: Any, kind: Any) -> None:
@@ -125,6 +122,9 @@ class Task(HasInitArgs, pl.LightningModule):
     fixed_by_data: ClassVar[tuple[str, ...]] = ()
     """Arguments of the task that the command takes from the attributes of the same name of the data module."""
 
+    numbering: ClassVar[tuple[str, ...]] = ()
+    """Arguments of the task that say what a token or label means: a checkpoint with other values is rejected."""
+
     new_modules: ClassVar[tuple[str, ...]] = ()
     """Modules that start from their initialisation if `--init_weights` names a checkpoint of another task."""
 
@@ -138,12 +138,14 @@ class Task(HasInitArgs, pl.LightningModule):
     """Figures of training that the progress bar shows."""
 
     memory: State | None = None
-    """The state from which a step continues. The step replaces it by the state after the batch, detached.
+    """The state from which a step continues. None: the empty state.
 
     Only the steps (training, validation, test, prediction) and the callback `MemoryCarry` read and set it; all other
-    methods take a memory as an argument and return the state. None: a batch starts from the empty state, and no state
-    is kept.
+    methods take a memory as an argument and return the state.
     """
+
+    carries: bool = False
+    """Whether a step replaces `memory` by the state after its batch, detached. The callback `MemoryCarry` sets it."""
 
     scored_items: list[Tensor] | None = None
     """Number of scored items of each batch since the last optimiser step, by which the batch's loss is multiplied.
@@ -356,19 +358,24 @@ class Task(HasInitArgs, pl.LightningModule):
         raise NotImplementedError(f"{type(self).__name__} defines no `score`")
 
     def evaluate(self, stage: str, batch: Any, memory: State | None = None) -> tuple[dict[str, Any], State | None]:
-        """Score a batch, starting from the state `memory`. The default calls `score`, and keeps no state.
+        """Score a batch, starting from the state `memory`. The default calls `score`, and has no state.
 
         Returns:
-            The metrics by name, and the state after the batch, detached, if the batch continued from a memory.
+            The metrics by name, and the state after the batch.
         """
         return self.score(stage, batch), None
+
+    def keep(self, state: State | None) -> None:
+        """Make the state after a batch, detached, the next one's memory, if the task `carries` one."""
+        self.memory = sequence.detach(state) if self.carries else None
 
     def training_step(self, batch: Any) -> Tensor:
         """Return the loss of `objective`, and log its figures."""
         if self._trainer is not None:
             loaders.check_end(self._trainer)
         self.check_batch(batch)
-        loss, figures, self.memory, n_scored = self.run_objective(batch, self.memory)
+        loss, figures, state, n_scored = self.run_objective(batch, self.memory)
+        self.keep(state)
         if self.scored_items is not None:
             if n_scored is None:
                 raise ValueError(
@@ -379,13 +386,9 @@ class Task(HasInitArgs, pl.LightningModule):
             loss = loss * n_scored
         if (group := parts()) is not None:
             figures = {name: group.mean(figure) for name, figure in figures.items()}
-        self.log_figures(figures)
-        return loss
-
-    def log_figures(self, figures: dict[str, Tensor]) -> None:
-        """Log the figures of a training step."""
         for name, figure in figures.items():
             self.log(name, figure, prog_bar=name in self.in_progress_bar)
+        return loss
 
     def validation_step(self, batch: Any) -> None:
         """Score a batch."""
@@ -397,7 +400,8 @@ class Task(HasInitArgs, pl.LightningModule):
 
     def _evaluation_step(self, stage: str, batch: Any) -> None:
         self.check_batch(batch)
-        metrics, self.memory = self.evaluate(stage, batch, self.memory)
+        metrics, state = self.evaluate(stage, batch, self.memory)
+        self.keep(state)
         rows = len(batch[0]) if isinstance(batch, tuple) else len(batch)
         # Metrics, not their values: Lightning then adds the sums of all processes before the division.
         for name, metric in metrics.items():
@@ -451,26 +455,16 @@ class Task(HasInitArgs, pl.LightningModule):
         figures = {**figures, **{f"train/auxiliary_loss/{k}": mean(of_k.detach()) for k, of_k in by_kind.items()}}
         auxiliary = sequence.losses(state)
         loss = loss if auxiliary is None else loss + weight * mean(auxiliary)
-        return Objective(loss, figures, n_scored=n_scored)
+        return Objective(loss, figures, sequence.detach(state), n_scored)
 
-    def write_predictions(self, predictions: list[Any], folder: Path) -> str:
-        """Write the results of `predict_step`, one for each batch, into `folder`, and return a message for the user.
-
-        The default expects dictionaries of tensors (B,) and writes `predictions.csv` with one row for each item.
-        """
-        path = folder / "predictions.csv"
-        rows = [row for batch in predictions for row in zip(*(v.tolist() for v in batch.values()), strict=True)]
-        with path.open("w", encoding="utf-8") as file:
-            print("index", *predictions[0], sep=",", file=file)
-            for i, row in enumerate(rows):
-                print(i, *row, sep=",", file=file)
-        return f"scores of {len(rows)} items: {short(path)}"
+    write_predictions = write_items
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Reject a checkpoint of another model, and remove paths outside the run.
 
         Raises:
             OtherModelError: If parameters differ. The message names the first ones.
+            ValueError: If a token or label is numbered otherwise: see `numbering`.
             ValueError: If weights are not finite, or training would go on from averaged weights as if they were the
                 run's.
         """
@@ -478,5 +472,27 @@ class Task(HasInitArgs, pl.LightningModule):
             own_folders(checkpoint, self._trainer)
             if self._trainer.state.fn == TrainerFn.FITTING:
                 check_not_averaged(checkpoint, self._trainer.callbacks)  # type: ignore[attr-defined]  # Lightning sets it
+        self._check_numbering(checkpoint.get("hyper_parameters", {}))
         check_same_model(self, checkpoint)
         check_finite(self, checkpoint)
+
+    def _check_numbering(self, built: Mapping[str, Any]) -> None:
+        """Raise ValueError if a checkpoint's model was built with another `numbering`."""
+        for name in self.numbering:
+            saved, own = (tuple(v) if isinstance(v, list) else v for v in (built.get(name), getattr(self, name)))
+            if None not in (saved, own) and saved != own:
+                raise ValueError(
+                    f"the checkpoint's and this model's {name} differ: {_described(saved, own)}, and "
+                    f"{_described(own, saved)}; the same number means another one: use the data and the settings that "
+                    "the checkpoint was trained with"
+                )
+
+
+def _described(value: Any, other: Any) -> str:
+    """Describe a tokenizer, a number, or the names that `other` does not have in the same places."""
+    if isinstance(value, str):
+        return repr(Tokenizer.from_spec(value))
+    if isinstance(value, int):
+        return str(value)
+    differing = [name for name, at_its_place in zip_longest(value, other[: len(value)]) if name != at_its_place]
+    return f"{len(value)}: {', '.join(map(repr, differing[:5] or value[-1:]))}{', …' * (len(differing) > 5)}"

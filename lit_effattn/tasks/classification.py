@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import csv
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -13,11 +11,8 @@ from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
 from torch import Tensor, nn
 
 from lit_effattn.attention.positions import bind
-from lit_effattn.checkpoints.printable import table_cell
-from lit_effattn.checkpoints.runs import short
 from lit_effattn.checks import at_least, probabilities
 from lit_effattn.datamodules.common.labelled import LabelledBatch
-from lit_effattn.drawing.images import confusion_matrix
 from lit_effattn.nn.packing import first_positions, packed
 from lit_effattn.sequence import (
     SequenceModule,
@@ -29,11 +24,9 @@ from lit_effattn.sequence import (
     without_padding,
 )
 from lit_effattn.tasks.base import Objective, Task, check_integers
-from lit_effattn.tasks.metrics import Accuracy, Count, NatsPerSequence
+from lit_effattn.tasks.metrics import Accuracy, Count, Nats, for_stages
 from lit_effattn.tasks.pixels import ordinal_waves
-
-PICTURED_CLASSES = 64
-"""Maximum number of classes of a confusion matrix: the picture has 20 pixels a class."""
+from lit_effattn.tasks.predictions import write_classes
 
 
 class SequenceClassifier(Task):
@@ -74,6 +67,7 @@ class SequenceClassifier(Task):
 
     monitor = "val/loss"
     fixed_by_data = ("classes", "vocab_size", "n_features", "shape")
+    numbering = ("classes",)
     new_modules = ("output",)
     in_progress_bar = ("train/loss", "train/accuracy")
 
@@ -122,12 +116,7 @@ class SequenceClassifier(Task):
             self.embedding = nn.Linear(n_features, backbone.d_input)
         self.backbone = backbone
         self.output = nn.Linear(backbone.d_model, len(self.classes))
-        self.scores = nn.ModuleDict(
-            {
-                stage: nn.ModuleDict({"loss": NatsPerSequence(), "accuracy": Accuracy(), "sequences": Count()})
-                for stage in ("val", "test")
-            }
-        )
+        self.scores = for_stages({"loss": Nats, "accuracy": Accuracy, "sequences": Count})
 
     def forward(self, x: Tensor, lengths: Tensor | None = None, starts: Tensor | None = None) -> Tensor:
         """Return ln p of every class, (B, C), or with `starts` one row for each sequence.
@@ -232,52 +221,7 @@ class SequenceClassifier(Task):
         columns = {"class": classes, "probability": log_p.exp(), "label": labels, "index": indices}
         return {name: column for name, column in columns.items() if column is not None}
 
-    def write_predictions(self, predictions: list[Any], folder: Path) -> str:
-        """Write `predictions.csv` and, if the labels are known, `confusion.png`: see `Task.write_predictions`.
-
-        A line has the sequence's index, the likeliest class, its probability, and the label, if it is known. The
-        picture is drawn for at most `PICTURED_CLASSES` classes.
-        """
-        columns = {name: torch.cat([batch[name].cpu() for batch in predictions]) for name in predictions[0]}
-        classes, labels = columns["class"], columns.get("label")
-        indices = columns.get("index", torch.arange(len(classes)))
-        path = folder / "predictions.csv"
-        with path.open("w", encoding="utf-8", newline="") as file:
-            writer = csv.writer(file, lineterminator="\n")
-            writer.writerow(["index", "class", "probability", *([] if labels is None else ["label"])])
-            for i in indices.argsort().tolist():
-                label = [] if labels is None else [table_cell(self.classes[int(labels[i])])]
-                p = round(float(columns["probability"][i]), 6)
-                writer.writerow([int(indices[i]), table_cell(self.classes[int(classes[i])]), p, *label])
-        message = f"classes of {len(classes)} sequences: {short(path)}"
-        if labels is None or len(self.classes) > PICTURED_CLASSES:
-            return message
-        counts = torch.zeros(len(self.classes), len(self.classes), dtype=torch.long)
-        counts.index_put_((labels.long(), classes), torch.ones_like(classes), accumulate=True)
-        picture = confusion_matrix(counts, list(self.classes), folder / "confusion.png")
-        return f"{message}\nconfusion matrix (rows: labels; columns: the model's classes): {short(picture)}"
-
-    # ----------------------------------------------------------------------------------------------- compatibility
-
-    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Reject a checkpoint of other classes or of another model: see `Task.on_load_checkpoint`.
-
-        Raises:
-            ValueError: If classes differ. The message names the first one.
-        """
-        saved = tuple(checkpoint.get("hyper_parameters", {}).get("classes", self.classes))
-        if len(saved) != len(self.classes):
-            raise ValueError(
-                f"the checkpoint's model has {len(saved)} classes, this one {len(self.classes)}; use the data that "
-                "the checkpoint was trained with"
-            )
-        for label, (before, now) in enumerate(zip(saved, self.classes, strict=True)):
-            if before != now:
-                raise ValueError(
-                    f"label {label} is {before!r} in the checkpoint and {now!r} here; use the data that the checkpoint "
-                    "was trained with"
-                )
-        super().on_load_checkpoint(checkpoint)
+    write_predictions = write_classes
 
     def check_batch(self, batch: Any) -> None:
         """Raise ValueError unless the model can read sequences and labels: see `Task.check_batch`."""

@@ -22,65 +22,36 @@ if TYPE_CHECKING:
 
 _METADATA = "lit_effattn_state"
 _TOKENS = "tokens"
-_LEVELS = "levels"
 
 
-def save_state(
-    kept: Kept, path: Path, model: nn.Module, backbone: SequenceModule, levels: Tensor | None = None
-) -> None:
+def save_state(kept: Kept, path: Path, task: Any) -> None:
     """Write a file that `load_state` reads: tensors in the safetensors format, and a few numbers as JSON.
 
     Args:
-        kept: The state and the tokens that it has not read.
+        kept: The state of `task.backbone`, and the tokens that it has not read.
         path: The file. An earlier saved state is replaced, at once and as a whole.
-        model: The model whose state it is. The file holds its fingerprint, not its weights.
-        backbone: The module of `model` whose state it is.
-        levels: The images so far, which `load_images` returns. None: the state is of another sequence.
+        task: The task whose state it is. The file holds the fingerprint of its weights, not the weights.
 
     Raises:
         FileExistsError: If there is a file that is not a state.
     """
-    leaves = {_TOKENS: kept.tokens, **dict(_leaves(kept.state)), **({} if levels is None else {_LEVELS: levels})}
-    _write(path, leaves, {"drawn": kept.drawn}, model, backbone)
+    _write(path, {_TOKENS: kept.tokens, **dict(_leaves(kept.state))}, {"drawn": kept.drawn}, task)
 
 
-def load_state(path: Path, model: nn.Module, backbone: SequenceModule) -> Kept:
-    """Read a file of `save_state` as data, to the device of `model`.
+def load_state(path: Path, task: Any) -> Kept:
+    """Read a file of `save_state` as data, to the device of `task`.
 
     Args:
         path: The file.
-        model: The model with the weights of the one that wrote the file.
-        backbone: The module of `model` whose state it is, with the same options of evaluation.
+        task: The task with the weights of the one that wrote the file, and its options of evaluation.
 
     Raises:
         DamagedError: If the file is damaged, or not a saved state.
         ValueError: If it is the state of another model, or of another size.
     """
-    leaves, about = _read(path, {"drawn"}, {_TOKENS}, model, backbone, "generate")
+    leaves, about = _read(path, {"drawn"}, {_TOKENS}, task, "generate")
     tokens = leaves.pop(_TOKENS)
-    return Kept(_of_backbone(backbone, leaves, path, len(tokens), max_len=1), tokens, about["drawn"])
-
-
-def load_images(path: Path, model: nn.Module, backbone: SequenceModule) -> tuple[Kept, Tensor]:
-    """Read a file of `save_state` with images, and return the state and the levels so far (n, P): see `load_state`."""
-    leaves, about = _read(path, {"drawn"}, {_TOKENS, _LEVELS}, model, backbone, "generate")
-    tokens, levels = leaves.pop(_TOKENS), leaves.pop(_LEVELS)
-    return Kept(_of_backbone(backbone, leaves, path, len(tokens), max_len=1), tokens, about["drawn"]), levels
-
-
-def load_source(path: Path, model: nn.Module, backbone: SequenceModule, like: State) -> tuple[Tensor, State]:
-    """Read a file of `save_state` with an encoded source, and return its tokens (1, S) and the state: see `load_state`.
-
-    Args:
-        path: The file.
-        model: The model with the weights of the one that wrote the file.
-        backbone: The encoder and decoder of `model`.
-        like: The encoding of one token, whose structure the state must have.
-    """
-    leaves, _ = _read(path, {"drawn"}, {_TOKENS}, model, backbone, "generate")
-    tokens = leaves.pop(_TOKENS)
-    _check(tokens, torch.empty(1, 1, dtype=torch.long), f"{path}: {_TOKENS}")
-    return tokens, _filled(like, leaves, path)
+    return Kept(_of_backbone(task.backbone, leaves, path, len(tokens), max_len=1), tokens, about["drawn"])
 
 
 def save_stream(stream: SpeechStream, path: Path) -> None:
@@ -94,9 +65,9 @@ def save_stream(stream: SpeechStream, path: Path) -> None:
         FileExistsError: If there is a file that is not a state.
         ValueError: If the stream's decoder can't be kept.
     """
-    kept, model = stream.kept, stream.model
+    kept = stream.kept
     leaves = {**dict(_leaves(kept.state)), **{n: t for n, t in kept._asdict().items() if isinstance(t, Tensor)}}
-    _write(path, leaves, {"stream": stream.options}, model, model.backbone)
+    _write(path, leaves, {"stream": stream.options}, stream.model)
 
 
 def load_stream(stream: SpeechStream, path: Path) -> None:
@@ -110,13 +81,12 @@ def load_stream(stream: SpeechStream, path: Path) -> None:
         DamagedError: If the file is damaged, or not a saved state of a stream.
         ValueError: If it is the state of another model, of another size, or of a stream with other options.
     """
-    backbone = stream.model.backbone
-    leaves, about = _read(path, {"stream"}, {"counts"}, stream.model, backbone, "predict --stream FILE")
+    leaves, about = _read(path, {"stream"}, {"counts"}, stream.model, "predict --stream FILE")
     if about["stream"] != stream.options:
         written = ", ".join(f"{name} {value}" for name, value in about["stream"].items())
         raise ValueError(f"{path} is of a stream with other options; give those with which it was written: {written}")
     given: Any = {name: leaves.pop(name, None) for name in stream.kept._fields if name != "state"}
-    state = _of_backbone(backbone, leaves, path, 1, max_len=None) if leaves else None
+    state = _of_backbone(stream.model.backbone, leaves, path, 1, max_len=None) if leaves else None
     for name in ("samples", "moments"):  # of the features, which are computed on the CPU
         given[name] = None if given[name] is None else given[name].cpu()
     stream.kept = stream.kept._replace(**given, state=state)
@@ -141,14 +111,12 @@ def fingerprint(model: nn.Module) -> str:
     return _digest(model.state_dict())
 
 
-def _write(
-    path: Path, leaves: Mapping[str, Tensor], numbers: dict[str, Any], model: nn.Module, backbone: SequenceModule
-) -> None:
+def _write(path: Path, leaves: Mapping[str, Tensor], numbers: dict[str, Any], task: Any) -> None:
     from safetensors.torch import save_file
 
     check_replaceable(path)
     leaves = {name: t.detach().cpu().contiguous().clone() for name, t in leaves.items()}
-    about = {**numbers, "model": fingerprint(model), "sizes": _sizes(backbone)}
+    about = {**numbers, "model": fingerprint(task), "sizes": _sizes(task.backbone)}
     about["sum"] = _digest(leaves, about)
     with whole(path) as part:
         part.touch()
@@ -160,16 +128,15 @@ def _write(
 
 
 def _read(
-    path: Path, numbers: set[str], tensors: set[str], model: nn.Module, backbone: SequenceModule, command: str
+    path: Path, numbers: set[str], tensors: set[str], task: Any, command: str
 ) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Return the tensors of a file of `_write`, on the device of `model`, and what it says of itself.
+    """Return the tensors of a file of `_write`, on the device of `task`, and what it says of itself.
 
     Args:
         path: The file.
         numbers: The names of the numbers that it must have.
         tensors: The names of some tensors that it must have.
-        model: The model whose state it must be.
-        backbone: The module of `model` whose state it must be.
+        task: The task whose state it must be.
         command: The command that writes such files.
 
     Raises:
@@ -188,11 +155,11 @@ def _read(
         raise DamagedError(f"{path} is not a saved state: `lit-effattn {command} --save_state` writes them")
     if about.pop("sum") != _digest(leaves, about):
         raise DamagedError(f"{path} is damaged: its checksum differs")
-    if about["model"] != fingerprint(model):
+    if about["model"] != fingerprint(task):
         raise ValueError(f"{path} is the state of a model with other weights; give the checkpoint that wrote it")
-    if about["sizes"] != _sizes(backbone):
+    if about["sizes"] != _sizes(task.backbone):
         raise ValueError(f"{path} is a state of other sizes: give the options of memory with which it was written")
-    device = next(model.parameters()).device
+    device = next(task.parameters()).device
     return {name: t.to(device) for name, t in leaves.items()}, about
 
 
@@ -232,20 +199,7 @@ def _of_backbone(
 
     It is made with `max_len`, or without, as the one that was written: their structures differ.
     """
-    state = _filled(backbone.initial_state(rows, max_len=max_len, device=torch.device("meta")), leaves, path)
-    longest = max((int(length.max()) for length in _lengths(state) if len(length)), default=0)
-    longest = min(longest, 2**40)  # beyond, torch can't count the bytes
-    needed = nbytes(backbone.initial_state(rows, max_len=longest, device=torch.device("meta")))
-    if needed > 2 * nbytes(state) + 2**24:
-        raise DamagedError(
-            f"{path} is not a saved state: one of {longest:,} positions has {needed:,} bytes, and it has "
-            f"{nbytes(state):,}; write it again"
-        )
-    return state
-
-
-def _filled(like: State, leaves: dict[str, Tensor], path: Path) -> State:
-    """Return a state of the structure of `like` with the tensors `leaves`, which were read from `path`."""
+    like = backbone.initial_state(rows, max_len=max_len, device=torch.device("meta"))
     examples = dict(_leaves(like))
     if leaves.keys() != examples.keys():
         raise ValueError(f"{path} is a state of other sizes: give the options of memory with which it was written")
@@ -255,6 +209,14 @@ def _filled(like: State, leaves: dict[str, Tensor], path: Path) -> State:
     state = map_tensors(lambda _: leaves[next(in_order)], like)
     if any(int(length.min()) < 0 for length in _lengths(state) if len(length)):
         raise DamagedError(f"{path} is not a saved state: a length in it is negative; write it again")
+    longest = max((int(length.max()) for length in _lengths(state) if len(length)), default=0)
+    longest = min(longest, 2**40)  # beyond, torch can't count the bytes
+    needed = nbytes(backbone.initial_state(rows, max_len=longest, device=torch.device("meta")))
+    if needed > 2 * nbytes(state) + 2**24:
+        raise DamagedError(
+            f"{path} is not a saved state: one of {longest:,} positions has {needed:,} bytes, and it has "
+            f"{nbytes(state):,}; write it again"
+        )
     return state
 
 

@@ -3,50 +3,39 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal, TypeVar
 
-import numpy as np
 import torch
 from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 
-from lit_effattn.attention.positions import n_positions
-from lit_effattn.checkpoints.printable import printable
-from lit_effattn.checkpoints.runs import short
 from lit_effattn.checks import probabilities
-from lit_effattn.datamodules.common.files import regular
 from lit_effattn.datamodules.common.tokens import IGNORE, Response, TokenBatch
 from lit_effattn.datamodules.text.tokenizers import NumberTokenizer, Tokenizer
-from lit_effattn.generation.beam import LENGTH_PENALTY, Hypotheses, LengthNorm, beam_search
-from lit_effattn.generation.sampling import AS_TRAINED, Kept, Sampling, SamplingOptions, generate, generate_each
+from lit_effattn.generation.beam import Hypotheses, beam_search
+from lit_effattn.generation.sampling import generate, generate_each
 from lit_effattn.nn.evaluating import evaluating
 from lit_effattn.nn.heads import CategoricalHead, HeadFactory
 from lit_effattn.nn.packing import first_positions, packed
 from lit_effattn.nn.sliding import SlidingWindow
 from lit_effattn.sequence import SequenceModule, State, valid_lengths
 from lit_effattn.tasks.auxiliary import FurtherPredictions, mean_of_scored
-from lit_effattn.tasks.base import Objective, Task, carried, check_backbone, check_fields, check_integers
-from lit_effattn.tasks.document_scores import of_positions, write_documents
-from lit_effattn.tasks.kept_states import check_replaceable, load_state
-from lit_effattn.tasks.kept_states import save_state as save_state_file
-from lit_effattn.tasks.metrics import Accuracy, BitsPerByte, BitsPerCharacter, BitsPerTextByte, Count, Perplexity
+from lit_effattn.tasks.base import Objective, Task, check_backbone, check_fields, check_integers
+from lit_effattn.tasks.metrics import Accuracy, BitsPerDim, BitsPerTextByte, Count, Perplexity
 from lit_effattn.tasks.options import TextOptions
-from lit_effattn.tasks.prompt_files import read_prompts, write_continued
-from lit_effattn.tasks.responses import ResponseMetric, Responses, score_texts, write_file
-
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
+from lit_effattn.tasks.predictions import of_positions, write_documents, write_items, write_responses
+from lit_effattn.tasks.responses import ResponseMetric, Responses, score_texts
+from lit_effattn.tasks.samples import write_texts
 
 Unit = Literal["byte", "character", "token"]
 
 _METRICS = {
-    "byte": ("bits_per_byte", BitsPerByte),
-    "character": ("bits_per_character", BitsPerCharacter),
+    "byte": ("bits_per_byte", BitsPerDim),
+    "character": ("bits_per_character", BitsPerDim),
     "token": ("perplexity", Perplexity),
 }
 
@@ -56,8 +45,7 @@ EmbeddingFactory = Callable[[int, int], nn.Module]
 """Makes an embedding from the number of tokens and its width."""
 
 
-N_TOKENS = 500
-"""Default number of tokens that `generate` draws."""
+Result = TypeVar("Result")
 
 
 class LanguageModel(Task):
@@ -111,6 +99,7 @@ class LanguageModel(Task):
     """
 
     fixed_by_data = ("vocab_size", "unit", "tokenizer", "test_lengths")
+    numbering = ("tokenizer", "vocab_size")
     generation = TextOptions
 
     def __init__(
@@ -245,10 +234,9 @@ class LanguageModel(Task):
             loss, figures["train/auxiliary_loss/FurtherPredictions"] = loss + further, further.detach()
         starts = getattr(batch, "starts", None)
         n_sequences = None if starts is None else first_positions(starts, batch.lengths).sum()
-        objective = self.with_auxiliary(
+        return self.with_auxiliary(
             loss, figures, state, self.auxiliary_weight, n_scored=n_scored, n_sequences=n_sequences
         )
-        return objective._replace(state=carried(memory, state))
 
     def _outputs(self, batch: TokenBatch, memory: State | None) -> tuple[list[Tensor], State]:
         """Return the outputs (B, N, d_model) from which training predicts, the last layer's last, and the state."""
@@ -311,7 +299,7 @@ class LanguageModel(Task):
         self.check_batch(batch)
         before = self.memory
         hidden, state = self.hidden(batch, before)
-        self.memory = carried(before, state)
+        self.keep(state)
         if self._responses.metrics:
             return self._written(batch, before)
         scored = batch.targets != IGNORE
@@ -321,15 +309,13 @@ class LanguageModel(Task):
         bits = nats.sum(1) / count.clamp(min=1) / torch.log(torch.tensor(2.0))
         return {"targets": count, "bits_per_target": bits}
 
-    def evaluate(
-        self, stage: str, batch: TokenBatch, memory: State | None = None
-    ) -> tuple[dict[str, Any], State | None]:
+    def evaluate(self, stage: str, batch: TokenBatch, memory: State | None = None) -> tuple[dict[str, Any], State]:
         """Score a batch, continuing from `memory`: see `Task.evaluate`. In test, write and score responses."""
         self._check_window(batch, memory)
         hidden, state = self.hidden(batch, memory)
         if stage == "test" and self._responses.metrics:
             score_texts(self.response_scores, self._written(batch, memory))
-        return self.score(stage, batch, hidden), carried(memory, state)
+        return self.score(stage, batch, hidden), state
 
     def score(self, stage: str, batch: TokenBatch, hidden: Tensor | None = None) -> dict[str, Any]:
         """Update the metrics: see `Task.score`.
@@ -391,11 +377,12 @@ class LanguageModel(Task):
 
         Of data with offsets, such as `TextStream`, a line is a document.
         """
-        if not self._responses.metrics and predictions and "offset" in predictions[0]:
-            figures = {"bits_per_target": ("nats", lambda nats: nats / math.log(2))}
-            return write_documents(predictions, folder / "predictions.csv", self._trainer, figures)
-        write = write_file if self._responses.metrics else super().write_predictions
-        return write(predictions, folder)
+        if self._responses.metrics:
+            return write_responses(predictions, folder)
+        if not predictions or "offset" not in predictions[0]:
+            return write_items(self, predictions, folder)
+        figures = {"bits_per_target": ("nats", lambda nats: nats / math.log(2))}
+        return write_documents(predictions, folder / "predictions.csv", self._trainer, figures)
 
     # -------------------------------------------------------------------------------------- memory in evaluation
 
@@ -419,90 +406,31 @@ class LanguageModel(Task):
 
     # ------------------------------------------------------------------------------------------------- generation
 
-    @torch.no_grad()
-    def sample(
-        self,
-        prompt: Tensor,
-        n_tokens: int,
-        *,
-        sampling: Sampling = AS_TRAINED,
-        kept: Kept | None = None,
-        keep: Callable[[Kept], None] | None = None,
-        progress: Callable[[Iterable[int]], Iterable[int]] = iter,
-        on_tokens: Callable[[Tensor], None] | None = None,
-        **options: Unpack[SamplingOptions],
-    ) -> Tensor:
+    write_samples = write_texts
+
+    def sample(self, prompt: Tensor, n_tokens: int, **options: Any) -> Tensor:
         """Continue each row of `prompt` (B, P) by `n_tokens` tokens, (B, n_tokens): see `generation.generate`."""
-        self._check_tokens(prompt)
-        with self._in_evaluation():
-            return generate(
-                self.backbone,
-                self._embed,
-                self.head,
-                prompt.to(self.device),
-                n_tokens,
-                sampling=sampling,
-                kept=kept,
-                keep=keep,
-                progress=progress,
-                on_tokens=on_tokens,
-                **options,
-            )
+        return self._generated(generate, prompt, n_tokens, **options)
 
-    @torch.no_grad()
-    def sample_each(
-        self,
-        prompts: Sequence[Tensor],
-        n_tokens: int | Sequence[int],
-        *,
-        n: int = 1,
-        batch_size: int = 32,
-        sampling: Sampling = AS_TRAINED,
-        progress: Callable[[Iterable[int]], Iterable[int]] = iter,
-        **options: Unpack[SamplingOptions],
-    ) -> list[Tensor]:
+    def sample_each(self, prompts: Sequence[Tensor], n_tokens: int | Sequence[int], **options: Any) -> list[Tensor]:
         """Continue each of `prompts` (P,) by `n_tokens` tokens, (n, n_tokens): see `generation.generate_each`."""
-        for prompt in prompts:
-            self._check_tokens(prompt)
-        model = (self.backbone, self._embed, self.head, [prompt.to(self.device) for prompt in prompts], n_tokens)
-        how: Any = {"n": n, "batch_size": batch_size, "sampling": sampling, "progress": progress}
-        with self._in_evaluation():
-            return generate_each(*model, **how, **options)
+        return self._generated(generate_each, prompts, n_tokens, **options)
 
-    @torch.no_grad()
-    def beam_search(
-        self,
-        prompt: Tensor,
-        max_len: int,
-        *,
-        beam: int,
-        end: int | None = None,
-        length_penalty: float = LENGTH_PENALTY,
-        length_norm: LengthNorm = "gnmt",
-        n_best: int = 1,
-        compile: bool = False,
-        progress: Callable[[Iterable[int]], Iterable[int]] = iter,
-    ) -> Hypotheses:
+    def beam_search(self, prompt: Tensor, max_len: int, *, beam: int, **options: Any) -> Hypotheses:
         """Search for the likeliest continuations of each row of `prompt` (B, P): see `beam.beam_search`."""
-        self._check_tokens(prompt)
-        with self._in_evaluation():
-            return beam_search(
-                self.backbone,
-                self._embed,
-                self.head,
-                prompt.to(self.device),
-                max_len,
-                beam=beam,
-                end=end,
-                length_penalty=length_penalty,
-                length_norm=length_norm,
-                n_best=n_best,
-                compile=compile,
-                progress=progress,
-            )
+        return self._generated(beam_search, prompt, max_len, beam=beam, **options)
+
+    def _generated(
+        self, generation: Callable[..., Result], prompts: Tensor | Sequence[Tensor], *args: Any, **options: Any
+    ) -> Result:
+        for prompt in [prompts] if isinstance(prompts, Tensor) else prompts:
+            self._check_tokens(prompt)
+        given = prompts.to(self.device) if isinstance(prompts, Tensor) else [p.to(self.device) for p in prompts]
+        with self.in_evaluation():
+            return generation(self.backbone, self._embed, self.head, given, *args, **options)
 
     @contextmanager
-    def _in_evaluation(self) -> Iterator[None]:
+    def in_evaluation(self) -> Iterator[None]:
         """Evaluate within the context: evaluation mode, and the memory options of evaluation."""
         with evaluating(self):
             self.on_validation_start()
@@ -510,154 +438,6 @@ class LanguageModel(Task):
                 yield
             finally:
                 self.on_validation_end()
-
-    def write_samples(
-        self,
-        folder: Callable[[], Path],
-        options: TextOptions,
-        *,
-        datamodule: Any = None,
-        progress: Callable[[Iterable[int]], Iterable[int]] = iter,
-    ) -> str:
-        """Continue a text and write the samples: see `Task.write_samples`. A single sample is shown while it is drawn.
-
-        With `beam`, the samples are the best continuations, each with its score. They end at the tokenizer's end token,
-        if it has one, or after `n_tokens`.
-        """
-        n_tokens = N_TOKENS if options.n_tokens is None else options.n_tokens
-        if options.prompts_file is not None:
-            how: Any = {"n": options.n or 1, "sampling": options, "progress": progress}
-            how["batch_size"] = 32 if options.batch_size is None else options.batch_size
-            return self._continue_file(Path(options.prompts_file), folder, n_tokens, **how)
-        n, beam = options.n, options.beam
-        begin = _prompt(options)
-        tokenizer = self.text
-        _check_known(tokenizer, begin)
-        kept = self._kept(options)
-        first = [tokenizer.start] if kept is None else []
-        tokens = torch.tensor([[*first, *tokenizer.encode(begin).tolist()]], dtype=torch.long)
-        n = n if kept is None else len(kept.tokens)
-        room = self._room(tokens.shape[1], kept)
-        if room is not None and room < 1:
-            given, remedy = (
-                ("the prompt", "shorten it") if kept is None else (f"--state {options.state}", "use an earlier state")
-            )
-            raise ValueError(
-                f"{given} leaves no position to draw from: it needs {1 - room} more than the model's {self._room(1)}; "
-                f"{remedy}, or use a model without learned positions"
-            )
-        asked, n_tokens = n_tokens, n_tokens if room is None else min(n_tokens, room)
-        if begin and not begin[-1].isspace():
-            begin += tokenizer.separator
-        shown = Decoded(tokenizer, begin) if n in (None, 1) and beam is None else None
-        if shown is not None:
-            progress = iter
-        if beam is None:
-            keep = None
-            if options.save_state is not None:
-                keep = partial(save_state_file, path=Path(options.save_state), model=self, backbone=self.backbone)
-            how = {"sampling": options, "progress": progress, "on_tokens": shown}
-            drawn = self.sample(tokens.expand(n or 1, -1), n_tokens, kept=kept, keep=keep, **how)
-            numbered = [f"--- {i}\n{begin}{tokenizer.decode(row.numpy())}" for i, row in enumerate(drawn.cpu())]
-        else:
-            hypotheses = self.beam_search(
-                tokens,
-                n_tokens,
-                beam=beam,
-                end=tokenizer.end,
-                length_penalty=LENGTH_PENALTY if options.length_penalty is None else options.length_penalty,
-                length_norm=options.length_norm or "gnmt",
-                n_best=n or 1,
-                compile=options.compile,
-                progress=progress,
-            )
-            numbered = _with_scores(hypotheses, begin, tokenizer)
-        if shown is not None:
-            shown.finish()
-        else:
-            print(*map(printable, numbered), sep="\n")
-        path = folder() / "samples.txt"
-        path.write_text("\n\n".join(numbered), encoding="utf-8")
-        if n_tokens == asked:
-            return f"text: {short(path)}"
-        remedy = f"draw at most {n_tokens} tokens (--n_tokens {n_tokens}), or use a model without learned positions"
-        return f"{n_tokens} tokens of {asked}: the model has {self._room(1)} positions; {remedy}\ntext: {short(path)}"
-
-    def _room(self, n: int, kept: Kept | None = None) -> int | None:
-        """Return how many tokens the model's positions leave after `n` tokens that go on from `kept`; None: any number.
-
-        The last token drawn is not read.
-        """
-        limit = n_positions(self.backbone)
-        if limit is None:
-            return None
-        if kept is not None:
-            n += int(kept.state.length.max()) + kept.tokens.shape[1]
-        return limit + 1 - n
-
-    def _continue_file(self, path: Path, folder: Callable[[], Path], n_tokens: int, **how: Any) -> str:
-        """Continue the prompts of a file, write the samples, and return the message.
-
-        Raises:
-            ValueError: If the model has too few positions for a prompt or its tokens. The samples are written before.
-        """
-        prompts, tokenizer = read_prompts(path), self.text
-        for prompt in prompts:
-            _check_known(tokenizer, prompt.text)
-        tokens = [torch.tensor([tokenizer.start, *tokenizer.encode(p.text).tolist()]) for p in prompts]
-        asked = [p.n_tokens or n_tokens for p in prompts]
-        rooms = [self._room(len(prompt)) for prompt in tokens]
-        limits = [n if room is None else max(0, min(n, room)) for n, room in zip(asked, rooms, strict=True)]
-        if max(map(len, tokens)) + max(limits) > (self._room(0) or math.inf):  # all rows of a batch are as long
-            how["batch_size"] = 1
-        fits = [i for i, limit in enumerate(limits) if limit]
-        drawn = self.sample_each([tokens[i] for i in fits], [limits[i] for i in fits], **how) if fits else []
-        samples: list[list[str]] = [[] for _ in prompts]
-        for i, rows in zip(fits, drawn, strict=True):
-            samples[i] = [tokenizer.decode(row.numpy()) for row in rows.cpu()]
-        written = folder() / "samples.jsonl"
-        write_continued(prompts, samples, written)
-        cut = [prompts[i].text for i in range(len(prompts)) if limits[i] < asked[i]]
-        if cut:
-            raise ValueError(
-                f"{len(cut)} of {len(prompts)} prompts have fewer tokens than asked for, since the model has "
-                f"{self._room(1)} positions: {', '.join(repr(text[:30]) for text in cut[:3])}; give fewer tokens "
-                f"or shorter prompts. {short(written)} has the rest"
-            )
-        return f"{sum(map(len, samples))} texts: {short(written)}"
-
-    def _kept(self, options: TextOptions) -> Kept | None:
-        """Return the state in a file, or None without one.
-
-        Raises:
-            ValueError: If it can't be read, or has another number of texts.
-            FileExistsError: If `save_state` exists and is not a saved state.
-        """
-        if options.save_state is not None:
-            check_replaceable(Path(options.save_state))
-        if options.state is None:
-            return None
-        with self._in_evaluation():
-            kept = load_state(regular(Path(options.state)), self, self.backbone)
-        if options.n not in (None, len(kept.tokens)):
-            raise ValueError(f"--n {options.n}: {options.state} has {len(kept.tokens)} texts; leave --n out")
-        return kept
-
-    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Reject a checkpoint of another vocabulary or of another model: see `Task.on_load_checkpoint`.
-
-        Raises:
-            ValueError: If the vocabularies differ.
-        """
-        built = checkpoint.get("hyper_parameters", {})
-        size, spec = built.get("vocab_size", self.vocab_size), built.get("tokenizer") or self.tokenizer
-        if size != self.vocab_size or spec != (self.tokenizer or spec):
-            raise ValueError(
-                f"the checkpoint's vocabulary ({_described(size, spec)}) is not this model's "
-                f"({_described(self.vocab_size, self.tokenizer)}): the same number means another token; use the text "
-                "and the settings that the checkpoint was trained with"
-            )
-        super().on_load_checkpoint(checkpoint)
 
     @property
     def text(self) -> Tokenizer:
@@ -687,77 +467,3 @@ class LanguageModel(Task):
 
     def _check_tokens(self, tokens: Tensor) -> None:
         check_integers(tokens, "token", 0, self.vocab_size - 1, f"vocab_size={self.vocab_size}")
-
-
-def _described(size: int, tokenizer: str | None) -> str:
-    return f"{size} tokens" if tokenizer is None else repr(Tokenizer.from_spec(tokenizer))
-
-
-class Decoded:
-    """Shows tokens as text while they are drawn, as far as later tokens can't change it.
-
-    Args:
-        tokenizer: Turns tokens into text.
-        begin: Shown before the first token, when it is drawn: an error before that has a line of its own.
-    """
-
-    def __init__(self, tokenizer: Any, begin: str) -> None:
-        self._tokenizer = tokenizer
-        self._begin = begin
-        self._tokens: list[int] = []
-        self._shown = 0
-
-    def __call__(self, tokens: Tensor) -> None:
-        """Show the text of one more token, (1,)."""
-        self._tokens.append(int(tokens))
-        text = self._text()
-        if not text.endswith("\ufffd"):  # an incomplete character
-            self._show(text)
-
-    def finish(self) -> None:
-        """Show the rest."""
-        self._show(self._text())
-        print(flush=True)
-
-    def _text(self) -> str:
-        text: str = self._tokenizer.decode(np.array(self._tokens))
-        return text
-
-    def _show(self, text: str) -> None:
-        print(printable(self._begin + text[self._shown :]), end="", flush=True)
-        self._begin, self._shown = "", len(text)
-
-
-def _with_scores(hypotheses: Hypotheses, begin: str, tokenizer: Tokenizer) -> list[str]:
-    """Return the texts of a single prompt's hypotheses, each under its number, score and log-probability."""
-    rows, lengths, scores, log_probs = (t[0].cpu() for t in hypotheses)
-    return [
-        f"--- {i}, score {score:.4f}, log p {log_p:.4f}\n{begin}{tokenizer.decode(row[:length].numpy())}"
-        for i, (row, length, score, log_p) in enumerate(zip(rows, lengths, scores, log_probs, strict=True))
-        if length > 0
-    ]
-
-
-def _prompt(options: TextOptions) -> str:
-    path = options.prompt_file
-    if path is None:
-        return options.prompt or ""
-    try:
-        return regular(Path(path)).read_text(encoding="utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise ValueError(f"--prompt_file {path} is not UTF-8: {error.reason} at byte {error.start}") from error
-
-
-def _check_known(tokenizer: Any, prompt: str) -> None:
-    """Reject characters that were not in the training text, and warn of words that become `<unk>`.
-
-    Raises:
-        ValueError: If a token is a character, and the prompt has an unknown one: its embedding is not trained.
-    """
-    unknown = tokenizer.unknown(prompt)
-    if not unknown or tokenizer.kind == NumberTokenizer.kind:  # it has no <unk>, and encoding raises
-        return
-    shown = ", ".join(map(repr, unknown[:5])) + (f" and {len(unknown) - 5} more" if len(unknown) > 5 else "")
-    if tokenizer.unit == "character":
-        raise ValueError(f"the prompt has {shown}, which the model's training text does not contain; leave it out")
-    rank_zero_warn(f"the prompt has {shown}, read as <unk>: not in the model's vocabulary")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +11,6 @@ import torch
 from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
 from torch import Tensor, nn
 
-from lit_effattn.checkpoints.printable import printable
-from lit_effattn.checkpoints.runs import short
 from lit_effattn.checks import at_least, probabilities
 from lit_effattn.datamodules.common.tokens import IGNORE, TokenBatch
 from lit_effattn.datamodules.text.tokenizers import NumberTokenizer, Tokenizer
@@ -23,9 +20,10 @@ from lit_effattn.nn.packing import first_positions, packed
 from lit_effattn.sequence import SequenceModule, State
 from lit_effattn.tasks.auxiliary import mean_of_scored
 from lit_effattn.tasks.base import Objective, Task, check_backbone, check_fields, check_integers
-from lit_effattn.tasks.document_scores import of_positions, write_documents
-from lit_effattn.tasks.metrics import Accuracy, Count, NatsPerToken, Perplexity
+from lit_effattn.tasks.metrics import Accuracy, Count, Nats, Perplexity, for_stages
 from lit_effattn.tasks.options import FillOptions
+from lit_effattn.tasks.predictions import of_positions, write_documents
+from lit_effattn.tasks.samples import write_filled
 
 MASK = "[MASK]"
 """A hidden token in the text of `fill`."""
@@ -69,6 +67,7 @@ class MaskedLanguageModel(Task):
 
     monitor = "val/perplexity"
     fixed_by_data = ("vocab_size", "tokenizer")
+    numbering = ("tokenizer",)
     generation = FillOptions
 
     def __init__(
@@ -110,9 +109,8 @@ class MaskedLanguageModel(Task):
         if tie:
             self.head.tie(self.embedding)
         self.auxiliary_weight = auxiliary_weight
-        figures: dict[str, type[nn.Module]] = {"loss": NatsPerToken, "perplexity": Perplexity, "accuracy": Accuracy}
-        figures["tokens"] = Count
-        self.scores = nn.ModuleDict({s: nn.ModuleDict({n: f() for n, f in figures.items()}) for s in ("val", "test")})
+        figures = {"loss": Nats, "perplexity": Perplexity, "accuracy": Accuracy, "tokens": Count}
+        self.scores = for_stages(figures)
 
     def forward(self, tokens: Tensor, lengths: Tensor | None = None, starts: Tensor | None = None) -> Tensor:
         """Return ln p of every token at every position, (B, N, vocab_size).
@@ -192,6 +190,8 @@ class MaskedLanguageModel(Task):
 
     # ------------------------------------------------------------------------------------------------------ filling
 
+    write_samples = write_filled
+
     @torch.no_grad()
     def fill(self, text: str, n: int = 5) -> list[list[tuple[str, float]]]:
         """Return the likeliest tokens at each `[MASK]` of a text, with their probabilities, `n` for each.
@@ -213,25 +213,6 @@ class MaskedLanguageModel(Task):
             [(tokenizer.decode([token]), p) for token, p in zip(*of_one, strict=True)]
             for of_one in zip(likeliest.tolist(), values.tolist(), strict=True)
         ]
-
-    def write_samples(
-        self,
-        folder: Callable[[], Path],
-        options: FillOptions,
-        *,
-        datamodule: Any = None,
-        progress: Callable[[Iterable[int]], Iterable[int]] = iter,
-    ) -> str:
-        """Write the likeliest tokens at each `[MASK]` of `fill`: see `Task.write_samples`."""
-        fill = options.fill or ""
-        lines = [
-            f"{MASK} {i}: " + ", ".join(f"{token!r} {p:.4f}" for token, p in likeliest)
-            for i, likeliest in enumerate(self.fill(fill, options.n or 5), 1)
-        ]
-        print(*map(printable, lines), sep="\n")
-        path = folder() / "samples.txt"
-        path.write_text("\n".join([fill, *lines, ""]), encoding="utf-8")
-        return f"tokens: {short(path)}"
 
     def check_batch(self, batch: TokenBatch) -> None:
         """Raise ValueError if a token is outside the vocabulary: see `Task.check_batch`."""

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torchmetrics import Metric
 
 
@@ -70,7 +70,7 @@ class _NatsPerUnit(_Sums):
 class BitsPerDim(_Mean):
     """Mean negative log-likelihood in bits, Σ nats / (count · ln 2), over everything scored.
 
-    `update` takes negative log-likelihoods in nats, one for each dimension scored.
+    `update` takes negative log-likelihoods in nats, one for each dimension, byte or character scored.
 
     Examples:
         >>> metric = BitsPerDim()
@@ -84,10 +84,6 @@ class BitsPerDim(_Mean):
     def compute(self) -> Tensor:
         """Return bits per value scored."""
         return self.total / self.count / math.log(2)
-
-
-class BitsPerByte(BitsPerDim):
-    """`BitsPerDim` of text whose tokens are bytes: one negative log-likelihood in nats for each byte scored."""
 
 
 class BitsPerTextByte(_NatsPerUnit):
@@ -105,10 +101,6 @@ class BitsPerTextByte(_NatsPerUnit):
     def compute(self) -> Tensor:
         """Return bits per byte."""
         return self.total / self.count / math.log(2)
-
-
-class BitsPerCharacter(BitsPerDim):
-    """`BitsPerDim` of text whose tokens are characters: one negative log-likelihood in nats for each scored."""
 
 
 class Perplexity(_Mean):
@@ -248,22 +240,19 @@ class NatsPerPhone(_NatsPerUnit):
     """
 
 
-class NatsPerToken(_Mean):
-    """Σ −ln p / tokens: the cross-entropy of a model of tokens. `update` takes −ln p of each token scored."""
-
-    higher_is_better = False
-
-
-class NatsPerSequence(_Mean):
-    """Σ −ln p(label) / sequences: the cross-entropy of a classifier.
-
-    `update` takes −ln p of the right class, one for each sequence.
+class Nats(_Mean):
+    """The cross-entropy, Σ −ln p / count. `update` takes −ln p of each token or label scored.
 
     Examples:
-        >>> metric = NatsPerSequence()
+        >>> metric = Nats()
         >>> metric.update(torch.tensor([0.5, 1.5]))
         >>> float(metric.compute())
         1.0
     """
 
     higher_is_better = False
+
+
+def for_stages(kinds: Mapping[str, Callable[[], Metric]]) -> nn.ModuleDict:
+    """Return new metrics by stage, "val" and "test", and name."""
+    return nn.ModuleDict({s: nn.ModuleDict({name: kind() for name, kind in kinds.items()}) for s in ("val", "test")})

@@ -3,33 +3,22 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-import lightning.pytorch as pl
-import numpy as np
 import torch
 from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
 from torch import Tensor, nn
 
 from lit_effattn.attention.positions import bind
-from lit_effattn.checkpoints.runs import short
-from lit_effattn.datamodules.common.files import regular
 from lit_effattn.datamodules.images.pixels import levels_to_images
-from lit_effattn.drawing.images import grid, labelled_rows, save_png
-from lit_effattn.generation.sampling import AS_TRAINED, Kept, Sampling, SamplingOptions, generate
+from lit_effattn.generation.sampling import generate
 from lit_effattn.nn.evaluating import evaluating
 from lit_effattn.nn.heads import CategoricalHead, HeadFactory
 from lit_effattn.sequence import SequenceModule, State
 from lit_effattn.tasks.base import Objective, Task, check_backbone, check_integers
-from lit_effattn.tasks.kept_states import check_replaceable, load_images
-from lit_effattn.tasks.kept_states import save_state as save_state_file
 from lit_effattn.tasks.metrics import BitsPerDim
 from lit_effattn.tasks.options import ImageOptions
-
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
+from lit_effattn.tasks.samples import write_images
 
 
 class PixelModel(Task):
@@ -134,38 +123,22 @@ class PixelModel(Task):
         self.bits_per_dim[stage](self.nll(batch))
         return {"bits_per_dim": self.bits_per_dim[stage]}
 
+    write_samples = write_images
+
     @torch.no_grad()
-    def sample(
-        self,
-        n: int = 1,
-        *,
-        given: Tensor | None = None,
-        n_dims: int | None = None,
-        kept: Kept | None = None,
-        keep: Callable[[Kept], None] | None = None,
-        sampling: Sampling = AS_TRAINED,
-        progress: Callable[[Iterable[int]], Iterable[int]] = iter,
-        **options: Unpack[SamplingOptions],
-    ) -> Tensor:
+    def sample(self, n: int = 1, *, given: Tensor | None = None, **options: Any) -> Tensor:
         """Draw images.
 
         Args:
             n: Number of images.
             given: (n, P) levels of the first P dimensions of each image, which the model completes. `n` is ignored.
-            n_dims: Number of dimensions to draw. Default: the rest of the image.
-            kept: Go on from here, where the call ended that returned `given`: see `generation.generate`.
-            keep: Called at the end with what a later call takes as `kept`.
-            sampling: Options of sampling.
-            progress: Wraps the iterable of steps, for a progress bar.
-            options: Fields of `generation.Sampling` (`temperature`, `top_k`, `top_p`, `seed`, `compile`) that replace
-                those of `sampling`.
+            options: Options of `generation.generate`, such as `temperature`, `top_k`, `top_p`, `seed` and `progress`.
 
         Returns:
-            (n, H·W·C) levels, `given` included; with `n_dims`, those so far.
+            (n, H·W·C) levels, `given` included.
 
         Raises:
-            ValueError: If `given` is not a tensor of levels, has too few dimensions left to draw, or is not what `kept`
-                ended with.
+            ValueError: If `given` is not a tensor of levels, or has no dimension left to draw.
         """
         if given is None:
             given = torch.empty(n, 0, dtype=torch.long)
@@ -175,85 +148,10 @@ class PixelModel(Task):
             raise ValueError(
                 f"given holds {given.size(1)} of an image's {self.n_dims} dimensions: none is left to draw"
             )
-        n_left = self.n_dims - given.size(1)
-        if n_dims is not None and not 1 <= n_dims <= n_left:
-            raise ValueError(f"n_dims={n_dims} must be from 1 to {n_left}, the number of dimensions left to draw")
-        prompt = self._prompt(given)
-        if kept is not None:
-            prompt = given[:, :0]
-            read = getattr(kept.state, "length", None)  # (n,)
-            as_long = read is None or bool((read == given.size(1)).all())
-            if not as_long or not torch.equal(given[:, -1:], kept.tokens):
-                raise ValueError("given does not end where kept does; give what the call with keep returned")
-        how: Any = {"sampling": sampling, "kept": kept, "keep": keep, "progress": progress, **options}
         with evaluating(self):
-            drawn = generate(self.backbone, self.embedding, self.head, prompt, n_dims or n_left, **how)
+            n_left = self.n_dims - given.size(1)
+            drawn = generate(self.backbone, self.embedding, self.head, self._prompt(given), n_left, **options)
         return torch.cat([given, drawn], 1)
-
-    def write_samples(
-        self,
-        folder: Callable[[], Path],
-        options: ImageOptions,
-        *,
-        datamodule: pl.LightningDataModule | None = None,
-        progress: Callable[[Iterable[int]], Iterable[int]] = iter,
-    ) -> str:
-        """Draw images, or complete test images of `datamodule`, and write them: see `Task.write_samples`.
-
-        Dimensions that are not drawn are grey, and −1 among the levels.
-        """
-        ends: list[Kept] = []
-        h, w, c = self.image_shape
-        kept, given = self._kept(options)
-        n = 16 if options.n is None else options.n
-        complete, n_tokens, save_state = options.complete, options.n_tokens, options.save_state
-        originals = None if complete is None else _test_images(datamodule, n, complete)
-        if originals is not None:
-            given = originals[:, : _given(complete or 0.0, (h, w, c))]
-        left = self.n_dims - (0 if given is None else given.size(1))
-        if n_tokens is not None and not 1 <= n_tokens <= left:
-            raise ValueError(f"--n_tokens {n_tokens} must be from 1 to {left}, the dimensions left to draw")
-        if save_state is not None and n_tokens in (None, left):
-            raise ValueError(f"--save_state {save_state}: whole images can't go on; give --n_tokens below {left}")
-        how: Any = {"sampling": options, "progress": progress}
-        levels = self.sample(n, given=given, n_dims=n_tokens, kept=kept, keep=ends.append, **how).cpu()
-        if save_state is not None:
-            save_state_file(ends[0], Path(save_state), self, self.backbone, levels)
-        images, into = self._partial_images(levels), folder()
-        levels = nn.functional.pad(levels, (0, self.n_dims - levels.size(1)), value=-1)
-        np.save(into / "samples.npy", levels.view(-1, *self.image_shape).to(torch.int16).numpy())
-        if originals is None or given is None:
-            path = save_png(grid(images), into / "samples.png")
-        else:
-            rows = {
-                "given": self._partial_images(given),
-                "completed": images,
-                "original": self.to_images(originals),
-            }
-            path = labelled_rows(rows, into / "completed.png")
-        return f"picture: {short(path)}\nlevels:  {short(into / 'samples.npy')}"
-
-    def _kept(self, options: ImageOptions) -> tuple[Kept | None, Tensor | None]:
-        """Return the state in a file and its images.
-
-        Raises:
-            ValueError: If it can't be read, or has another number of images.
-            FileExistsError: If `save_state` exists and is not a saved state.
-        """
-        if options.save_state is not None:
-            check_replaceable(Path(options.save_state))
-        if options.state is None:
-            return None, None
-        kept, levels = load_images(regular(Path(options.state)), self, self.backbone)
-        if options.n not in (None, len(levels)):
-            raise ValueError(f"--n {options.n}: {options.state} has {len(levels)} images; leave --n out")
-        return kept, levels
-
-    def _partial_images(self, levels: Tensor) -> Tensor:
-        """(n, P) levels -> (n, C, H, W) uint8, grey where there are none."""
-        n_missing = self.n_dims - levels.size(1)
-        hidden = torch.arange(self.n_dims).view(self.image_shape).permute(2, 0, 1) >= levels.size(1)
-        return self.to_images(nn.functional.pad(levels, (0, n_missing))).masked_fill(hidden, 128)
 
     def to_images(self, levels: Tensor) -> Tensor:
         """(n, H·W·C) levels -> (n, C, H, W) uint8, 0 black and 255 white."""
@@ -303,29 +201,3 @@ def ordinal_waves(n_levels: int, width: int) -> Tensor:
     f = 0.25 * (4 * highest) ** torch.linspace(0, 1, -(-width // 2))
     angle = 2 * math.pi * f * x  # (n_levels, width / 2)
     return math.sqrt(2) * torch.cat([angle.sin(), angle.cos()], 1)[:, :width]
-
-
-def _test_images(datamodule: pl.LightningDataModule | None, n: int, complete: float) -> Tensor:
-    """Return the first `n` test images, (n, H·W·C) levels."""
-    if not 0 < complete < 1:
-        raise ValueError(f"--complete {complete}: the fraction to erase must be above 0 and below 1")
-    if datamodule is None:
-        raise ValueError("--complete needs data to take images from; name it with --data")
-    datamodule.prepare_data()
-    datamodule.setup("test")
-    batches: list[Tensor] = []
-    for batch in datamodule.test_dataloader():
-        batches.append(batch)
-        if sum(map(len, batches)) >= n:
-            break
-    images = torch.cat(batches)[:n]
-    if len(images) < n:
-        raise ValueError(f"--n {n}: there are only {len(images)} test images to complete")
-    return images.long()
-
-
-def _given(complete: float, image_shape: tuple[int, int, int]) -> int:
-    """Return the number of dimensions that are not erased, if possible whole rows."""
-    h, w, c = image_shape
-    rows = round(h * (1 - complete))
-    return rows * w * c if 0 < rows < h else max(0, min(h * w * c - 1, round(h * w * c * (1 - complete))))

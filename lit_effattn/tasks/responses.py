@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Iterable, Sequence
-from pathlib import Path
+from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
 from lit_effattn import sequence
-from lit_effattn.checkpoints.runs import short
 from lit_effattn.checks import at_least
 from lit_effattn.datamodules.common.tokens import Response, TokenBatch
 from lit_effattn.datamodules.text.tokenizers import Tokenizer
@@ -101,14 +98,3 @@ def score_texts(scores: nn.ModuleDict, written: Sequence[tuple[Response, str]]) 
             metric.update([text.split() for text in hypotheses], [[text.split() for text in of] for of in references])
         else:
             metric.update(hypotheses, references)
-
-
-def write_file(predictions: Iterable[Sequence[tuple[Response, str]]], folder: Path) -> str:
-    """Write `responses.jsonl`, a line a response in the order of the split, and return a message for the user."""
-    path = folder / "responses.jsonl"
-    written = sorted((pair for batch in predictions for pair in batch), key=lambda pair: pair[0].number)
-    with path.open("w", encoding="utf-8") as file:
-        for response, text in written:
-            entry = {"number": response.number, "response": text, "reference": response.text}
-            print(json.dumps(entry, ensure_ascii=False), file=file)
-    return f"{len(written)} responses: {short(path)}"

@@ -2,34 +2,27 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterable, Sequence
-from pathlib import Path
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, Literal, get_args
 
 import torch
 from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from torch import Tensor, nn
 
-from lit_effattn.checkpoints.printable import printable
-from lit_effattn.checkpoints.runs import short
 from lit_effattn.checks import at_least, probabilities
-from lit_effattn.datamodules.common.files import regular
 from lit_effattn.datamodules.common.tokens import IGNORE, PairBatch
 from lit_effattn.datamodules.text.tokenizers import NumberTokenizer, Tokenizer
-from lit_effattn.drawing.images import attention_map
-from lit_effattn.generation import Kept
 from lit_effattn.generation.beam import LENGTH_PENALTY, Hypotheses, LengthNorm, beam_search, check_beam
 from lit_effattn.nn.encoder_decoder import EncoderDecoder
 from lit_effattn.nn.heads import CategoricalHead, HeadFactory
 from lit_effattn.sequence import State, valid_lengths
 from lit_effattn.tasks.auxiliary import mean_of_scored
 from lit_effattn.tasks.base import Objective, Task, check_fields, check_integers
-from lit_effattn.tasks.kept_states import check_replaceable, load_source
-from lit_effattn.tasks.kept_states import save_state as save_state_file
-from lit_effattn.tasks.metrics import Count, ErrorRate, ExactMatch, Perplexity
+from lit_effattn.tasks.metrics import Count, ErrorRate, ExactMatch, Perplexity, for_stages
 from lit_effattn.tasks.options import TargetOptions
+from lit_effattn.tasks.predictions import PICTURES, Translation, write_translations
+from lit_effattn.tasks.samples import write_targets
 from lit_effattn.tasks.text_metrics import Bleu, Chrf
 
 DecodedMetric = Literal["bleu", "chrf", "error_rate", "exact_match"]
@@ -45,31 +38,8 @@ _IN_UNITS = ("error_rate", "exact_match")
 EXTRA_LEN = 50
 """Maximum length of an output beyond that of its source, in tokens (Vaswani et al. 2017, section 6.1)."""
 
-PICTURES = 4
-"""Number of sources for which `predict` draws the attention to the source."""
-_SHOWN = 10
-"""Number of translations that `predict` prints."""
-
 PICTURED_LEN = 256
 """The longest source, in tokens, for which it is drawn: the weights take O(S²) memory, and pictures grow wide."""
-
-
-class Translation(NamedTuple):
-    """The outputs for a source.
-
-    Attributes:
-        number: The index of the source in the file or the split.
-        entry: The line of `translations.jsonl`: see `SequenceToSequence.predict_step`.
-        weights: (N, S), the attention of the best output to the source, to be drawn. None: not drawn.
-        outputs: N tokens of the best output.
-        sources: S tokens of the source.
-    """
-
-    number: int
-    entry: dict[str, Any]
-    weights: Tensor | None
-    outputs: list[str]
-    sources: list[str]
 
 
 class SequenceToSequence(Task):
@@ -119,6 +89,7 @@ class SequenceToSequence(Task):
     monitor = "val/perplexity"
     predicts_by_steps = True
     generation = TargetOptions
+    numbering = ("source_tokenizer", "target_tokenizer")
     fixed_by_data = ("source_vocab_size", "target_vocab_size", "source_tokenizer", "target_tokenizer")
 
     def __init__(
@@ -171,7 +142,8 @@ class SequenceToSequence(Task):
         self.max_output_len = max_output_len
         self.decode_every_n_epochs = decode_every_n_epochs
         self.auxiliary_weight = auxiliary_weight
-        self.scores = nn.ModuleDict({stage: _scores(self.metrics) for stage in ("val", "test")})
+        chosen = {name: _METRICS[name] for name in self.metrics}
+        self.scores = for_stages({"perplexity": Perplexity, "sequences": Count, **chosen})
 
     def _share_source_embedding(self) -> None:
         source, target = self.source_embedding.weight, self.target_embedding.weight
@@ -264,7 +236,6 @@ class SequenceToSequence(Task):
         length_penalty: float | None = None,
         length_norm: LengthNorm | None = None,
         n_best: int = 1,
-        state: State | None = None,
         progress: Callable[[Iterable[int]], Iterable[int]] = iter,
     ) -> Hypotheses:
         """Search for the likeliest targets of source tokens (B, S): see `beam.beam_search`.
@@ -278,30 +249,26 @@ class SequenceToSequence(Task):
             length_penalty: α. Default: the task's.
             length_norm: gnmt or average. Default: the task's.
             n_best: Number of targets to return for each source, at most `beam`.
-            state: The encoded source, see `remember`, with room for the longest target. Default: it is encoded.
             progress: Wraps the iterable of steps.
         """
         source_lengths = valid_lengths(source_lengths, source)
+        limits = source_lengths + EXTRA_LEN
+        limits = limits if self.max_output_len is None else limits.clamp(max=self.max_output_len)
         return beam_search(
             self.backbone,
             self._embed_target,
             self.head,
             torch.full((len(source), 1), self.border, device=source.device),
-            self._limits(source_lengths),
+            limits,
             beam=self.beam if beam is None else beam,
             end=self.border,
             length_penalty=self.length_penalty if length_penalty is None else length_penalty,
             length_norm=self.length_norm if length_norm is None else length_norm,
             n_best=n_best,
-            state=self._encoded(source, source_lengths) if state is None else state,
+            state=self.remember(source, source_lengths, max_len=int(limits.max())),
             compile=False,  # each source gives another shape
             progress=progress,
         )
-
-    def _limits(self, source_lengths: Tensor) -> Tensor:
-        """Return the largest lengths of targets (B,)."""
-        limits = source_lengths + EXTRA_LEN
-        return limits if self.max_output_len is None else limits.clamp(max=self.max_output_len)
 
     def texts(self, hypotheses: Hypotheses) -> list[list[str]]:
         """Return the n best texts of each source."""
@@ -318,9 +285,12 @@ class SequenceToSequence(Task):
             A `Translation` for each source. Its entry has `source`, `outputs`, a list of `text`, `score` and `log_p` in
             nats, the best first, and `references` if they are known.
         """
-        return self._translations(batch, n_best=1, drawn=PICTURES if batch_idx == 0 else 0)
+        return self.translations(batch, n_best=1, drawn=PICTURES if batch_idx == 0 else 0)
 
-    def _translations(self, batch: PairBatch, *, drawn: int, **search: Any) -> list[Translation]:
+    write_predictions, write_samples = write_translations, write_targets
+
+    def translations(self, batch: PairBatch, *, drawn: int, **search: Any) -> list[Translation]:
+        """Search for the targets of a batch, with the options of `search`, and draw the attention of the first ones."""
         hypotheses = self.search(batch.source, batch.source_lengths, **search)
         scores, log_probs = hypotheses.scores.tolist(), hypotheses.log_probs.tolist()
         translations = []
@@ -358,70 +328,6 @@ class SequenceToSequence(Task):
         ]
         return weights.float().cpu(), names[0], names[1]
 
-    def write_predictions(self, predictions: list[Any], folder: Path) -> str:
-        """Write `translations.jsonl`, a line a source in the order of the file, and pictures of the first batch.
-
-        See `Task.write_predictions`. The message begins with the first translations.
-        """
-        translations = sorted((t for batch in predictions for t in batch), key=lambda t: t.number)
-        shown = [
-            f"{t.entry['source']}: {output['text']}" for t in translations[:_SHOWN] for output in t.entry["outputs"][:1]
-        ]
-        return "\n".join([*shown, _write(translations, folder)])
-
-    def write_samples(
-        self,
-        folder: Callable[[], Path],
-        options: TargetOptions,
-        *,
-        datamodule: Any = None,
-        progress: Callable[[Iterable[int]], Iterable[int]] = iter,
-    ) -> str:
-        """Write the `n` best targets of a source, with their scores: see `Task.write_samples`."""
-        if options.save_state is not None:
-            check_replaceable(Path(options.save_state))
-        source = options.source
-        tokens, encoded = self._source(source, options.state)
-        if options.save_state is not None:
-            save_state_file(Kept(encoded, tokens, 0), Path(options.save_state), self, self.backbone)
-        border = torch.full_like(tokens[:, :1], self.border)
-        count = torch.ones_like(border[0])
-        text = self.source_text.decode(tokens[0, :-1].cpu().numpy()) if source is None else source
-        batch = PairBatch(tokens, count * tokens.size(1), border, torch.full_like(border, IGNORE), count, [text], [[]])
-        n = options.n or 1
-        search: Any = {
-            "beam": max(n, self.beam) if options.beam is None else options.beam,
-            "length_penalty": options.length_penalty,
-            "length_norm": options.length_norm,
-            "n_best": n,
-        }
-        translations = self._translations(batch, drawn=1, state=encoded, **search)
-        for output in translations[0].entry["outputs"]:
-            print(f"{output['score']:.4f}  {printable(output['text'])}")
-        return _write(translations, folder())
-
-    def _source(self, text: str | None, state: str | None) -> tuple[Tensor, State]:
-        """Return the tokens (1, S) of a source, the end token last, and the encoded source.
-
-        Raises:
-            ValueError: If the text or the state can't be read.
-        """
-        if text is None:
-            assert state is not None
-            one = torch.zeros(1, 1, dtype=torch.long, device=self.device)
-            tokens, encoded = load_source(regular(Path(state)), self, self.backbone, self._encoded(one))
-            size = self.source_vocab_size
-            check_integers(tokens, f"{state}: source token", 0, size - 1, f"source_vocab_size={size}")
-            return tokens, encoded
-        tokens = self.encode(text)[None].to(self.device)
-        return tokens, self._encoded(tokens)
-
-    @torch.no_grad()
-    def _encoded(self, source: Tensor, source_lengths: Tensor | None = None) -> State:
-        """Encode source tokens (B, S), with room for the longest target that `search` can find."""
-        source_lengths = valid_lengths(source_lengths, source)
-        return self.remember(source, source_lengths, max_len=int(self._limits(source_lengths).max()))
-
     def encode(self, text: str) -> Tensor:
         """Return a source text's tokens, the end token last: (S,).
 
@@ -458,23 +364,6 @@ class SequenceToSequence(Task):
         ):
             check_integers(tokens, f"{name} token", 0, size - 1, f"{name}_vocab_size={size}")
 
-    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Reject a checkpoint of other vocabularies or of another model: see `Task.on_load_checkpoint`.
-
-        Raises:
-            ValueError: If a vocabulary differs.
-        """
-        built = checkpoint.get("hyper_parameters", {})
-        for name in ("source_tokenizer", "target_tokenizer"):
-            saved, own = built.get(name), getattr(self, name)
-            if saved is not None and own is not None and saved != own:
-                raise ValueError(
-                    f"the checkpoint's {name} ({Tokenizer.from_spec(saved)!r}) is not this model's "
-                    f"({Tokenizer.from_spec(own)!r}): the same number means another token; use the data and the "
-                    "settings that the checkpoint was trained with"
-                )
-        super().on_load_checkpoint(checkpoint)
-
 
 def _embedding(n_tokens: int, width: int) -> nn.Embedding:
     embedding = nn.Embedding(n_tokens, width)
@@ -482,24 +371,5 @@ def _embedding(n_tokens: int, width: int) -> nn.Embedding:
     return embedding
 
 
-def _scores(metrics: Iterable[str]) -> nn.ModuleDict:
-    return nn.ModuleDict(
-        {"perplexity": Perplexity(), "sequences": Count(), **{name: _METRICS[name]() for name in metrics}}
-    )
-
-
 def _text(spec: str | None, n_tokens: int) -> Tokenizer:
     return NumberTokenizer(n_tokens) if spec is None else Tokenizer.from_spec(spec)
-
-
-def _write(translations: list[Translation], folder: Path) -> str:
-    """Write the translations and their pictures, and return a message for the user."""
-    path, pictures = folder / "translations.jsonl", 0
-    with path.open("w", encoding="utf-8") as file:
-        for _, entry, weights, outputs, sources in translations:
-            if weights is not None:
-                pictures += 1
-                entry["picture"] = f"attention_{pictures}.png"
-                attention_map(weights, outputs, sources, folder / entry["picture"])
-            print(json.dumps(entry, ensure_ascii=False), file=file)
-    return f"{len(translations)} translations: {short(path)}\npictures beside them: {pictures}"

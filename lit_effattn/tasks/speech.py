@@ -2,46 +2,21 @@
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-import torch.distributed as dist
 import torch.nn.functional as F
 from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
-from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor, nn
 
-from lit_effattn.checkpoints.runs import short
 from lit_effattn.checks import at_least, probabilities
 from lit_effattn.datamodules.speech.utterances import SpeechBatch
-from lit_effattn.drawing.images import recognised
 from lit_effattn.nn.front_ends import FrontEndFactory, Projection
 from lit_effattn.nn.look_ahead import LookAhead
 from lit_effattn.sequence import SequenceModule, State, accumulator, reads_values, valid_positions
 from lit_effattn.tasks.base import Objective, Task, check_backbone, check_fields, check_integers
 from lit_effattn.tasks.ctc import Decoder, GreedyDecoder, align, ctc_nll
-from lit_effattn.tasks.metrics import Count, NatsPerPhone, PhonemeErrorRate
-
-PICTURES = 4
-"""Number of utterances of the first batch for which `predict` draws a picture."""
-
-
-class Transcript(NamedTuple):
-    """The phones recognised in an utterance.
-
-    Attributes:
-        entry: The line of `transcripts.jsonl`: see `SpeechRecognizer.predict_step`.
-        features: (T, F), to be drawn. None: not drawn.
-        probabilities: (T', V), of the labels at each frame, to be drawn. None: not drawn.
-    """
-
-    entry: dict[str, Any]
-    features: Tensor | None
-    probabilities: Tensor | None
-
-
-_IMPOSSIBLE = "train_impossible"
+from lit_effattn.tasks.metrics import Count, NatsPerPhone, PhonemeErrorRate, for_stages
+from lit_effattn.tasks.predictions import PICTURES, Transcript, write_transcripts
 
 
 class SpeechRecognizer(Task):
@@ -80,6 +55,7 @@ class SpeechRecognizer(Task):
 
     monitor = "val/per"
     fixed_by_data = ("n_mels", "phones", "folded", "frame_seconds")
+    numbering = ("phones",)
 
     def __init__(
         self,
@@ -122,15 +98,8 @@ class SpeechRecognizer(Task):
         self.decoder = decoder or GreedyDecoder()
         self.backbone = LookAhead(backbone, look_ahead) if look_ahead else backbone
         self.output = nn.Linear(backbone.d_model, len(self.phones) + 1)
-        self.scores = nn.ModuleDict(
-            {
-                stage: nn.ModuleDict(
-                    {"loss": NatsPerPhone(), "per": PhonemeErrorRate(), "utterances": Count(), "impossible": Count()}
-                )
-                for stage in ("val", "test")
-            }
-        )
-        self.impossible = Count()  # in training
+        figures = {"loss": NatsPerPhone, "per": PhonemeErrorRate, "utterances": Count, "impossible": Count}
+        self.scores = for_stages(figures)
 
     def forward(self, batch: SpeechBatch) -> tuple[Tensor, Tensor]:
         """Return ln p_t of the blank and every phone, (B, T', 1 + phones), and each row's frames T', (B,)."""
@@ -161,48 +130,16 @@ class SpeechRecognizer(Task):
         return (batch.lengths + self.subsampling - 1) // self.subsampling
 
     def objective(self, batch: SpeechBatch, memory: State | None = None) -> Objective:
-        """Return the batch's loss in nats a phone, with auxiliary losses. There is no memory.
-
-        The figure `train/impossible`, (B,), is True for rows without an alignment.
-        """
+        """Return the batch's loss in nats a phone, with auxiliary losses. Rows without an alignment have none."""
         hidden, state = self.hidden(batch, memory)
         log_probs, lengths = self.log_probs(hidden), self._frames(batch)
         nats, possible = ctc_nll(log_probs, lengths, batch.phones, batch.phone_lengths)
         phones = batch.phone_lengths.masked_fill(~possible, 0).sum().clamp(min=1)
-        figures = {"train/loss": nats.detach().sum() / phones, "train/impossible": ~possible}
+        figures = {"train/loss": nats.detach().sum() / phones}
         if self.label_smoothing:
             uniform = -log_probs.mean(-1).masked_fill(~valid_positions(lengths, log_probs.size(1)), 0).sum(1)  # (B,)
             nats = (1 - self.label_smoothing) * nats + self.label_smoothing * uniform.masked_fill(~possible, 0)
         return self.with_auxiliary(nats.sum() / phones, figures, state, self.auxiliary_weight, n_scored=phones)
-
-    def log_figures(self, figures: dict[str, Tensor]) -> None:
-        """Log the figures of a training step, and count the impossible utterances."""
-        impossible = figures.pop("train/impossible")
-        self.impossible.update(impossible[impossible])
-        super().log_figures(figures)
-
-    def on_train_epoch_start(self) -> None:
-        """Start counting the epoch's impossible utterances. Not called if a run resumes within an epoch."""
-        self.impossible.reset()
-
-    def on_train_epoch_end(self) -> None:
-        """Log how many utterances of the epoch were impossible."""
-        super().on_train_epoch_end()
-        if self.epoch_is_whole:
-            self.log("train/impossible", self._count_impossible().float(), sync_dist=True)  # equal in all processes
-
-    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Add the epoch's impossible utterances so far, of all processes."""
-        super().on_save_checkpoint(checkpoint)
-        checkpoint[_IMPOSSIBLE] = int(self._count_impossible())
-
-    def _count_impossible(self) -> Tensor:
-        """Return the number of this epoch's impossible utterances, of all processes."""
-        count = self.impossible.count.clone()
-        if self._trainer is not None and self.trainer.world_size > 1:
-            count = count.to(self.trainer.strategy.root_device)
-            dist.all_reduce(count, group=self.impossible.process_group)
-        return count
 
     def score(self, stage: str, batch: SpeechBatch) -> dict[str, Any]:
         """Update the loss, the phoneme error rate, and the counts of all and of impossible utterances."""
@@ -258,65 +195,14 @@ class SpeechRecognizer(Task):
         if batch.phone_lengths[row]:
             entry["reference"] = [self.phones[label - 1] for label in _references(batch)[row]]
         if not drawn:
-            return Transcript(entry, None, None)
+            return Transcript(entry)
         return Transcript(entry, batch.features[row, :n].float().cpu(), log_probs.exp())
 
     def _seconds(self, frame: int, n: int) -> float:
         """Return the time at which a frame of the model begins, in an utterance of `n` feature vectors."""
         return round(min(frame * self.front_end.factor, n) * self.frame_seconds, 3)
 
-    def write_predictions(self, predictions: list[Any], folder: Path) -> str:
-        """Write `transcripts.jsonl`, a line an utterance, sorted by id, and pictures: see `Task.write_predictions`.
-
-        The pictures are of the first batch, which has the longest utterances; their names are in the lines.
-        """
-        transcripts: list[Transcript] = [transcript for batch in predictions for transcript in batch]
-        transcripts.sort(key=lambda transcript: transcript.entry["id"])
-        pictures = 0
-        path = folder / "transcripts.jsonl"
-        # A file's name may not be UTF-8. JSON's escapes \udc… then encode the same name.
-        with path.open("w", encoding="utf-8", errors="backslashreplace") as file:
-            for entry, features, probabilities in transcripts:
-                if features is not None and probabilities is not None:
-                    pictures += 1
-                    entry["picture"] = self._draw(features, probabilities, folder / f"utterance_{pictures}.png").name
-                print(json.dumps(entry, ensure_ascii=False), file=file)
-        return f"transcripts of {len(transcripts)} utterances: {short(path)}\npictures beside them: {pictures}"
-
-    def _draw(self, features: Tensor, probabilities: Tensor, path: Path) -> Path:
-        return recognised(
-            features,
-            probabilities,
-            ["blank", *self.phones],
-            path,
-            factor=self.front_end.factor,
-            frame_seconds=self.frame_seconds,
-        )
-
-    # ----------------------------------------------------------------------------------------------- compatibility
-
-    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Reject a checkpoint of other phones or of another model: see `Task.on_load_checkpoint`.
-
-        The count of the epoch's impossible utterances is restored for training.
-
-        Raises:
-            ValueError: If the phones differ, or the count is not an integer.
-        """
-        phones = tuple(checkpoint.get("hyper_parameters", {}).get("phones", self.phones))
-        if phones != self.phones:
-            raise ValueError(
-                f"the checkpoint's {len(phones)} phones ({_differing(phones, self.phones)}) are not this model's "
-                f"{len(self.phones)} ({_differing(self.phones, phones)}): the same number means another phone; use the "
-                "data that the checkpoint was trained with"
-            )
-        super().on_load_checkpoint(checkpoint)
-        count = checkpoint.get(_IMPOSSIBLE, 0)
-        if not isinstance(count, int):
-            raise ValueError(f"the checkpoint's {_IMPOSSIBLE!r} is {count!r}, not an integer")
-        if self._trainer is not None and self.trainer.state.fn == TrainerFn.FITTING:
-            sampler = self.trainer.distributed_sampler_kwargs or {"rank": 0}
-            self.impossible.count += count if sampler["rank"] == 0 else 0
+    write_predictions = write_transcripts
 
     def check_batch(self, batch: SpeechBatch) -> None:
         """Raise ValueError unless the model can read features and labels: see `Task.check_batch`."""
@@ -343,9 +229,3 @@ def _check_phones(phones: tuple[str, ...], folded: tuple[str, ...]) -> None:
         raise ValueError(f"phones names {', '.join(duplicates)} more than once; give each phone one label")
     if len(folded) != len(phones):
         raise ValueError(f"folded has {len(folded)} entries for {len(phones)} phones; give one each")
-
-
-def _differing(phones: tuple[str, ...], compared: tuple[str, ...]) -> str:
-    """Return the first phones that are not in `compared`, or the first ones if all are."""
-    shown = [phone for phone in phones if phone not in compared] or list(phones)
-    return ", ".join(shown[:5]) + (", …" if len(shown) > 5 else "")

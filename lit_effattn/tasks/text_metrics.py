@@ -6,7 +6,7 @@ import math
 from abc import abstractmethod
 from collections.abc import Sequence
 from itertools import zip_longest
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -16,9 +16,6 @@ from lit_effattn.tasks.metrics import Float64Metric, _Mean
 
 if TYPE_CHECKING:
     from sacrebleu.metrics.base import Metric as SacreBleuMetric
-
-Tokenizer = Literal["13a", "intl", "zh", "ja-mecab", "ko-mecab", "char", "none"]
-"""sacrebleu's tokenizers, without those that download a model."""
 
 
 def _check_texts(references: Sequence[Sequence[str]]) -> None:
@@ -102,12 +99,8 @@ class Bleu(_CorpusScore):
     pₙ is the fraction of the hypotheses' n-grams that are in a reference, c the hypotheses' length in tokens, r that of
     the references nearest in length.
 
-    Args:
-        tokenize: sacrebleu's tokenizer, one of those that download nothing; "none" for texts that are tokenised.
-        lowercase: Ignore case.
-
     Raises:
-        ValueError: If sacrebleu is not installed, or `tokenize` is unknown.
+        ValueError: If sacrebleu is not installed.
 
     Examples:
         >>> metric = Bleu()
@@ -118,10 +111,8 @@ class Bleu(_CorpusScore):
         'nrefs:2|case:mixed|eff:no|tok:13a|smooth:exp'
     """
 
-    def __init__(self, tokenize: Tokenizer = "13a", lowercase: bool = False) -> None:
-        if tokenize not in get_args(Tokenizer):
-            raise ValueError(f"tokenize={tokenize!r} is not one of {', '.join(get_args(Tokenizer))}")
-        scorer = _sacrebleu().BLEU(tokenize=tokenize, lowercase=lowercase)
+    def __init__(self) -> None:
+        scorer = _sacrebleu().BLEU()
         super().__init__(scorer, n_statistics=2 + 2 * scorer.max_ngram_order)
 
 
@@ -133,12 +124,8 @@ class Chrf(_CorpusScore):
     P and R are the precision and the recall of n-grams of characters, each averaged over n = 1 … 6. Of several
     references of a sentence the one with the highest chrF counts.
 
-    Args:
-        word_order: Count n-grams of words up to this length as well: 2 is chrF++ (Popović 2017).
-        lowercase: Ignore case.
-
     Raises:
-        ValueError: If sacrebleu is not installed, or `word_order` is negative.
+        ValueError: If sacrebleu is not installed.
 
     Examples:
         >>> metric = Chrf()
@@ -147,10 +134,8 @@ class Chrf(_CorpusScore):
         72.1
     """
 
-    def __init__(self, word_order: int = 0, lowercase: bool = False) -> None:
-        if word_order < 0:
-            raise ValueError(f"word_order={word_order} is negative; 0 is chrF, 2 is chrF++")
-        scorer = _sacrebleu().CHRF(word_order=word_order, lowercase=lowercase)
+    def __init__(self) -> None:
+        scorer = _sacrebleu().CHRF()
         super().__init__(scorer, n_statistics=3 * scorer.order)
 
 

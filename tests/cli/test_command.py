@@ -215,7 +215,7 @@ def test_a_list_of_attentions_is_dealt_over_the_layers_and_survives_the_checkpoi
     assert "test bits/dim" in capsys.readouterr().out
 
 
-OFFLINE = ("copy", "dialogue", "digits", "mqar", "photos", "retrieval", "sorting", "state_tracking", "stdlib", "text_")
+OFFLINE = ("copy", "dialogue", "digits", "mqar", "retrieval", "sorting", "state_tracking", "stdlib", "text_")
 SPEECH = ("espeak", "librispeech", "russian", "timit", "wsj")  # see test_command_speech.py
 PAIRS = ("g2p", "iwslt14", "libreoffice", "retrieval", "wmt14")  # see test_command_pairs.py
 DIALOGUES = ("cmudog",)  # see test_command_dialogue.py

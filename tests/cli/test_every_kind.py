@@ -84,7 +84,7 @@ def small(config: Path) -> list[str]:
 def synthetic(config: Path) -> list[str]:
     """Return flags for data that is drawn."""
     flags = ["--data", "tests.support.any_data.AnyData", "--data.batch", model_of(config)["class_path"]]
-    return [*flags, "--data.colours", "3"] if config.stem.startswith(("cifar", "photos")) else flags
+    return [*flags, "--data.colours", "3"] if config.stem.startswith("cifar") else flags
 
 
 def marks(config: Path, kind: str) -> list[Any]:

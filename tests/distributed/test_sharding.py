@@ -217,7 +217,7 @@ def train(
         for r in range(streams) if rank is None else [rank // heads]:
             if isinstance(task, LanguageModel) and task.backbone.bounded_by is None:
                 given = memories[r] or task.backbone.initial_state(2)
-                task.memory = task.backbone.reset(given, batch(task, step, r).fresh)
+                task.memory, task.carries = task.backbone.reset(given, batch(task, step, r).fresh), True
             loss = step_of(batch(task, step, r))
             memories[r] = task.memory
             (loss / streams if rank is None else loss).backward()

@@ -242,7 +242,7 @@ def table(path: Path) -> list[dict[str, str]]:
 def test_predictions_are_written_in_the_order_of_the_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     drawn = []
     monkeypatch.setattr(
-        "lit_effattn.tasks.classification.confusion_matrix",
+        "lit_effattn.tasks.predictions.confusion_matrix",
         lambda counts, names, path: drawn.append((counts, names)) or path,
     )
     made, parts, labels = model(), rows(9, 4, 7, 2), [2, 0, 1, 2]
@@ -336,8 +336,8 @@ def test_bad_feature_vectors_are_refused():
 @pytest.mark.parametrize(
     ("classes", "words"),
     [
-        (("a", "d", "b, and c"), "label 1 is 'b, and c' in the checkpoint and 'd' here"),
-        (("a", "b"), "has 3 classes, this one 2"),
+        (("a", "d", "b, and c"), "classes differ: 3: 'b, and c', 'd', and 3: 'd',"),
+        (("a", "b"), "classes differ: 3: 'b, and c'"),
     ],
 )
 def test_a_checkpoint_of_other_classes_is_refused(classes: tuple[str, ...], words: str):

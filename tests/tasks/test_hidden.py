@@ -102,7 +102,7 @@ def test_only_a_step_sets_the_memory(step: str, monkeypatch: pytest.MonkeyPatch)
     batch = cut(0, N)
     first = model.eval().backbone(torch.randn(2, 3, 8).double())[1]
     kept = sequence.map_tensors(torch.clone, first)
-    model.memory = first
+    model.memory, model.carries = first, True
     model(batch, first), model.hidden(batch, first), model.objective(batch, first), model.evaluate("val", batch, first)
     assert model.memory is first
     assert equal(first, kept)
@@ -111,7 +111,7 @@ def test_only_a_step_sets_the_memory(step: str, monkeypatch: pytest.MonkeyPatch)
         getattr(model, step)(batch)
     assert equal(model.memory, after)
     assert not any(t.requires_grad for t in sequence.tensors(model.memory))
-    model.memory = None
+    model.carries = False
     getattr(model, step)(batch)
     assert model.memory is None
 

@@ -14,8 +14,8 @@ from safetensors.torch import load_file, save_file
 from lit_effattn import LSTM, Transformer, attention, sequence
 from lit_effattn.checkpoints.files import DamagedError
 from lit_effattn.generation import Kept
-from lit_effattn.tasks import LanguageModel, PixelModel
-from lit_effattn.tasks.kept_states import check_replaceable, fingerprint, load_images, load_state, save_state
+from lit_effattn.tasks import LanguageModel
+from lit_effattn.tasks.kept_states import check_replaceable, fingerprint, load_state, save_state
 
 V = 11
 INFINITE = {"mem_len": 3, "segment_len": 3, "n_basis": 4, "widths": [0.1], "n_samples": 8}
@@ -51,11 +51,6 @@ def made(kind: str = "LinearAttention", seed: int = 0, **options: Any) -> Langua
     return LanguageModel(backbone(kind, **options), V, embedding_std=1.0).double().eval()
 
 
-def drawing(kind: str = "LinearAttention") -> PixelModel:
-    torch.manual_seed(0)
-    return PixelModel(backbone(kind), (3, 4, 2), V).double().eval()
-
-
 def kept_after(model: LanguageModel, prompt: torch.Tensor, n: int, **options: Any) -> tuple[torch.Tensor, Kept]:
     kept: list[Kept] = []
     return model.sample(prompt, n, keep=kept.append, **options), kept[0]
@@ -76,9 +71,9 @@ def test_a_sequence_goes_on_from_its_file_as_from_memory(kind: str, tmp_path: Pa
     model = made(kind)
     whole = model.sample(PROMPT, 12, seed=3)
     first, kept = kept_after(model, PROMPT, 5, seed=3)
-    save_state(kept, tmp_path / "s.state", model, model.backbone)
+    save_state(kept, tmp_path / "s.state", model)
     for _ in range(2):
-        loaded = load_state(tmp_path / "s.state", model, model.backbone)
+        loaded = load_state(tmp_path / "s.state", model)
         for part in (kept, loaded):
             assert torch.equal(torch.cat([first, model.sample(NOTHING, 7, kept=part, seed=3)], 1), whole)
     assert loaded.drawn == kept.drawn == 5
@@ -89,50 +84,13 @@ def test_a_sequence_goes_on_from_its_file_as_from_memory(kind: str, tmp_path: Pa
     assert all(torch.equal(a, b) and a.dtype == b.dtype for a, b in pairs)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_an_image_goes_on_from_its_file_as_from_memory(kind: str, tmp_path: Path):
-    """Two parts are one, after a beginning that is given and one that is drawn."""
-    model, file = drawing(kind), tmp_path / "s.state"
-    given = torch.tensor([[1, 2], [3, 4], [10, 0]])
-    whole = model.sample(given=given, seed=3)
-    ends: list[Kept] = []
-    first = model.sample(given=given, n_dims=9, keep=ends.append, seed=3)
-    assert torch.equal(first, whole[:, :11])
-    save_state(ends[0], file, model, model.backbone, first)
-    loaded, levels = load_images(file, model, model.backbone)
-    assert torch.equal(levels, first)
-    for part in (ends[0], loaded):
-        assert torch.equal(model.sample(given=levels, n_dims=6, kept=part, keep=ends.append, seed=3), whole[:, :17])
-        assert torch.equal(model.sample(given=levels, kept=part, seed=3), whole)
-    pairs = [*zip(sequence.tensors(ends[1].state), sequence.tensors(ends[2].state), strict=True)]
-    assert pairs
-    assert all(torch.equal(a, b) for a, b in pairs)
-
-
-def test_an_image_does_not_go_on_from_others(tmp_path: Path):
-    model, file, ends = drawing(), tmp_path / "s.state", list[Kept]()
-    first = model.sample(2, n_dims=5, keep=ends.append)
-    for other in (first[:1], first[:, :4], (first + 1) % V, torch.cat([first, first[:, -1:]], 1)):
-        with pytest.raises(ValueError, match="given does not end where kept does"):
-            model.sample(given=other, kept=ends[0])
-    for n_dims in (0, 20):
-        with pytest.raises(ValueError, match=f"n_dims={n_dims} must be from 1 to 19"):
-            model.sample(given=first, kept=ends[0], n_dims=n_dims)
-    save_state(ends[0], file, model, model.backbone)
-    with pytest.raises(DamagedError, match="is not a saved state"):
-        load_images(file, model, model.backbone)
-    save_state(ends[0], file, model, model.backbone, first)
-    with pytest.raises(ValueError, match="a state of other sizes"):
-        load_state(file, model, model.backbone)
-
-
 @pytest.mark.parametrize("kind", ["TransformerXLAttention", "CompressiveAttention", "InfiniteAttention"])
 def test_a_memory_that_is_not_full_yet_goes_on(kind: str, tmp_path: Path):
     model = made(kind, mem_len=50)
     whole = model.sample(PROMPT, 90, seed=3)
     first, kept = kept_after(model, PROMPT, 5, seed=3)
-    save_state(kept, tmp_path / "s.state", model, model.backbone)
-    loaded = load_state(tmp_path / "s.state", model, model.backbone)
+    save_state(kept, tmp_path / "s.state", model)
+    loaded = load_state(tmp_path / "s.state", model)
     assert torch.equal(torch.cat([first, model.sample(NOTHING, 85, kept=loaded, seed=3)], 1), whole)
 
 
@@ -160,7 +118,7 @@ def test_rows_of_a_kept_state(tmp_path: Path):
 
 def written(folder: Path, model: LanguageModel) -> Path:
     _, kept = kept_after(model, PROMPT, 2)
-    save_state(kept, folder / "s.state", model, model.backbone)
+    save_state(kept, folder / "s.state", model)
     return folder / "s.state"
 
 
@@ -174,11 +132,11 @@ def test_a_state_of_other_weights_or_sizes_is_refused(tmp_path: Path):
     path = written(tmp_path, model)
     other = made("TransformerXLAttention", seed=1)
     with pytest.raises(ValueError, match="other weights; give the checkpoint that wrote it"):
-        load_state(path, other, other.backbone)
+        load_state(path, other)
     longer = made("TransformerXLAttention", mem_len=4)
     longer.load_state_dict(model.state_dict())
     with pytest.raises(ValueError, match="a state of other sizes"):
-        load_state(path, longer, longer.backbone)
+        load_state(path, longer)
 
 
 def test_every_flipped_byte_is_noticed(tmp_path: Path):
@@ -188,10 +146,10 @@ def test_every_flipped_byte_is_noticed(tmp_path: Path):
     for i in range(0, len(content), 97):
         path.write_bytes(content[:i] + bytes([content[i] ^ 16]) + content[i + 1 :])
         with pytest.raises((DamagedError, ValueError)):
-            load_state(path, model, model.backbone)
+            load_state(path, model)
     path.write_bytes(content[:-1])
     with pytest.raises(DamagedError):
-        load_state(path, model, model.backbone)
+        load_state(path, model)
 
 
 def test_other_files_are_refused_and_kept(tmp_path: Path):
@@ -201,15 +159,15 @@ def test_other_files_are_refused_and_kept(tmp_path: Path):
     for changed in ({**about, "lit_effattn_state": "[]"}, {}, {"lit_effattn_state": json.dumps({"drawn": 1})}):
         save_file(tensors, path, changed or None)
         with pytest.raises(DamagedError, match=r"s.state is not a saved state: `lit-effattn generate --save_state`"):
-            load_state(path, model, model.backbone)
+            load_state(path, model)
     drawn = json.loads(about["lit_effattn_state"])
     save_file(tensors, path, {"lit_effattn_state": json.dumps({**drawn, "drawn": 3})})
     with pytest.raises(DamagedError, match="its checksum differs"):
-        load_state(path, model, model.backbone)
+        load_state(path, model)
     other = tmp_path / "notes.txt"
     other.write_text("mine")
     with pytest.raises(FileExistsError, match="exists and is not a saved state"):
-        save_state(kept_after(model, PROMPT, 1)[1], other, model, model.backbone)
+        save_state(kept_after(model, PROMPT, 1)[1], other, model)
     assert other.read_text() == "mine"
 
 
@@ -231,11 +189,9 @@ def test_tensors_of_another_program_are_refused(
     """Also with a checksum that fits. A length that the tensors have no room for would be allocated."""
     model = made("SoftmaxAttention")
     _, kept = kept_after(model, PROMPT, 2)
-    save_state(
-        replace(kept, state=sequence.map_tensors(change, kept.state)), tmp_path / "s.state", model, model.backbone
-    )
+    save_state(replace(kept, state=sequence.map_tensors(change, kept.state)), tmp_path / "s.state", model)
     with pytest.raises(DamagedError, match=message):
-        load_state(tmp_path / "s.state", model, model.backbone)
+        load_state(tmp_path / "s.state", model)
 
 
 def test_a_state_reaches_the_disk_before_its_name_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -22,7 +22,7 @@ from lit_effattn.datamodules.common.tokens import IGNORE, TokenBatch
 from lit_effattn.datamodules.text.streams import TokenStreams
 from lit_effattn.datamodules.text.tokenizers import BPETokenizer, ByteTokenizer
 from lit_effattn.sequence import losses
-from lit_effattn.tasks import LanguageModel, language
+from lit_effattn.tasks import LanguageModel, samples
 from lit_effattn.tasks.options import TextOptions
 from tests.callbacks.tiny import trainer
 
@@ -383,4 +383,4 @@ def test_packed_documents_are_scored_as_apart(attention: Any):
 
 def test_a_byte_order_mark_is_no_part_of_a_prompt(tmp_path: Path):
     (tmp_path / "prompt.txt").write_text("def main(", encoding="utf-8-sig")
-    assert language._prompt(TextOptions(prompt_file=str(tmp_path / "prompt.txt"))) == "def main("
+    assert samples._prompt(TextOptions(prompt_file=str(tmp_path / "prompt.txt"))) == "def main("

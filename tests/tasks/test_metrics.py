@@ -7,13 +7,11 @@ import torch
 from lit_effattn.tasks import metrics
 from lit_effattn.tasks.metrics import (
     Accuracy,
-    BitsPerByte,
-    BitsPerCharacter,
     BitsPerDim,
     ErrorRate,
     ExactMatch,
+    Nats,
     NatsPerPhone,
-    NatsPerSequence,
     Perplexity,
     PhonemeErrorRate,
 )
@@ -89,10 +87,8 @@ def test_no_graph_is_kept():
 
 FIGURES = {
     BitsPerDim: lambda mean: mean / math.log(2),
-    BitsPerByte: lambda mean: mean / math.log(2),
-    BitsPerCharacter: lambda mean: mean / math.log(2),
     Perplexity: math.exp,
-    NatsPerSequence: lambda mean: mean,
+    Nats: lambda mean: mean,
 }
 
 

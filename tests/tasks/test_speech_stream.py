@@ -183,7 +183,7 @@ def test_streams_that_do_not_go_on(tmp_path: Path):
     with pytest.raises(ValueError, match="other weights; give the checkpoint that wrote it"):
         load_stream(SpeechStream(other, banks, RunningNormalization()), file)
     kept = Kept(recognizer.backbone.initial_state(1), torch.zeros(1, 1, dtype=torch.long), 1)
-    save_state(kept, file, recognizer, recognizer.backbone)
+    save_state(kept, file, recognizer)
     with pytest.raises(DamagedError, match="`lit-effattn predict --stream FILE --save_state` writes them"):
         load_stream(stream, file)
 

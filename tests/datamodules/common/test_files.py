@@ -55,7 +55,7 @@ def test_a_walk_follows_links_once_and_says_what_it_leaves_out(tmp_path: Path):
 
 def test_text_is_recognised_by_its_first_bytes(tmp_path: Path):
     text = "é\u2028a\tb\r\nc\x0cd\n"  # only \n ends a line
-    for encoding in ("utf-8", "utf-8-sig", "utf-16", "utf-32"):
+    for encoding in ("utf-8", "utf-8-sig"):
         for compressed in (False, True):
             data = text.encode(encoding)
             path = tmp_path / f"{encoding}{compressed}.txt"
@@ -65,8 +65,6 @@ def test_text_is_recognised_by_its_first_bytes(tmp_path: Path):
                 assert list(file) == [line.encode() + b"\n" for line in text.split("\n")[:-1]]
             with open_utf8(path) as file:
                 assert b"".join(iter(lambda: file.read(3), b"")) == text.encode()
-    (tmp_path / "be.txt").write_bytes(b"\xfe\xff" + text.encode("utf-16-be"))
-    assert read_text(tmp_path / "be.txt") == text
     (tmp_path / "empty.txt").touch()
     assert read_text(tmp_path / "empty.txt") == ""
 
@@ -83,7 +81,8 @@ def test_what_is_not_text_is_refused_with_its_name(tmp_path: Path):
         (b"%PDF-1.7", "a PDF"),
         (bz2.compress(b"a text"), "a bzip2 archive"),
         (b"caf\xe9", "not utf-8.*byte 3"),
-        (b"\xff\xfea", "not utf-16"),
+        *(("ab".encode(encoding), "UTF-16 or UTF-32") for encoding in ("utf-16", "utf-32")),
+        (b"\xfe\xff\0a", "UTF-16 or UTF-32"),
         (packed[:-9], "damaged"),
         (b"\x1f\x8b\x08\x00 no gzip", "damaged"),
         (packed[:5000] + bytes(5) + packed[5005:], "damaged"),

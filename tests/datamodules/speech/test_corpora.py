@@ -108,10 +108,10 @@ def test_a_manifest_in_another_encoding(tmp_path: Path):
     text = (json.dumps(line(phonemes="a ʃ"), ensure_ascii=False) + "\n") * 2
     text = text.replace("a.wav", "b.wav", 1)
     expected = [("b.wav", ("a", "ʃ")), ("a.wav", ("a", "ʃ"))]
-    for data in (text.encode("utf-8-sig"), text.encode("utf-16"), gzip.compress(text.encode())):
+    for data in (text.encode("utf-8-sig"), gzip.compress(text.encode())):
         (tmp_path / "x.jsonl").write_bytes(data)
         assert [(x.utterance.id, x.utterance.phones) for x in read_manifest(tmp_path / "x.jsonl")] == expected
-    for data in (text.encode("utf-16-le"), gzip.compress(text.encode())[:-20], b"\x89PNG\r\n"):
+    for data in (text.encode("utf-16"), text.encode("utf-16-le"), gzip.compress(text.encode())[:-20], b"\x89PNG\r\n"):
         (tmp_path / "x.jsonl").write_bytes(data)
         with pytest.raises(ValueError, match=r"x\.jsonl: its (content|compression) is"):
             read_manifest(tmp_path / "x.jsonl")

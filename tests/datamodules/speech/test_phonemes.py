@@ -108,12 +108,12 @@ def test_lexicons_of_others(tmp_path: Path):
         assert lexicon.phones == spaced(phones)
         assert text.lstrip("\ufeff").split()[0].upper() in lexicon
     text = "DÉJÀ  D EY2 ZH AA1\n"
-    for data in (text.encode("latin-1"), text.encode("utf-16"), gzip.compress(text.encode())):
+    for data in (text.encode("latin-1"), gzip.compress(text.encode())):
         (tmp_path / "dict").write_bytes(data)
         assert Lexicon(tmp_path / "dict").pronounce(["DÉJÀ"]) == ("D", "EY", "ZH", "AA")
-    for data in (gzip.compress(text.encode("latin-1")), text.encode("utf-16") + b"\0", text.encode("utf-16-le")):
+    for data in (gzip.compress(text.encode("latin-1")), text.encode("utf-16"), text.encode("utf-16-le")):
         (tmp_path / "dict").write_bytes(data)
-        with pytest.raises(ValueError, match=r"dict: it.* is (binary|not utf)"):
+        with pytest.raises(ValueError, match=r"dict: it.* is (binary|not utf|UTF-16)"):
             _ = Lexicon(tmp_path / "dict").phones
 
 

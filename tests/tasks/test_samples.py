@@ -12,7 +12,7 @@ from lit_effattn.attention import LinearAttention
 from lit_effattn.attention.positions import LearnedPositions
 from lit_effattn.datamodules.text.tokenizers import ByteTokenizer
 from lit_effattn.tasks.options import TextOptions
-from lit_effattn.tasks.prompt_files import Prompt, read_prompts, write_continued
+from lit_effattn.tasks.samples import Prompt, read_prompts
 
 
 def written(folder: Path, content: bytes, name: str = "prompts.txt") -> Path:
@@ -62,15 +62,6 @@ def test_other_files_are_refused(tmp_path: Path):
         read_prompts(written(tmp_path, b"a\xff"))
     with pytest.raises(OSError, match="nowhere"):
         read_prompts(tmp_path / "nowhere.txt")
-
-
-def test_samples_are_json_lines(tmp_path: Path):
-    write_continued([Prompt("a\n"), Prompt("b")], [["1", "2"], ["\u00e0"]], tmp_path / "samples.jsonl")
-    lines = (tmp_path / "samples.jsonl").read_text(encoding="utf-8").splitlines()
-    assert [json.loads(line) for line in lines] == [
-        {"prompt": "a\n", "samples": ["1", "2"]},
-        {"prompt": "b", "samples": ["\u00e0"]},
-    ]
 
 
 def test_a_model_with_few_positions_gives_what_it_can(tmp_path: Path, capsys: pytest.CaptureFixture[str]):

@@ -203,7 +203,7 @@ def checkpoint_metrics(checkpoint: Path) -> dict[str, Curve]:
     content = read_outline(checkpoint)
     logged = content.get("logged")
     metrics = logged.get("metrics") if isinstance(logged, dict) else None
-    step = content.get("global_step", 0)
+    step = content.get("global_step")
     if not isinstance(metrics, dict) or not isinstance(step, int):
         return {}
     numbers = {name: value for name, value in metrics.items() if isinstance(value, (int, float))}

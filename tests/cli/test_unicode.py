@@ -22,11 +22,10 @@ def test_every_command(tokens: str, tmp_path: Path, monkeypatch: pytest.MonkeyPa
     main(["fit", "--config", "𝕏.yaml"])
     (run,) = Path("runs😀").iterdir()
     checkpoint = ["--ckpt_path", str(run / "checkpoints" / "last.ckpt")]
-    main(["test", *checkpoint])
     main(["fit", *checkpoint, "--trainer.max_steps", "4"])
     main(["generate", *checkpoint, "--prompt", "a 😀 rose 𝕏", "--n_tokens", "4", "--output", "samples😀"])
     assert "a 😀 rose 𝕏" in Path("samples😀", "samples.txt").read_text(encoding="utf-8")
     main(["report", str(run), "--output", "report😀.html"])
     assert "texts😀" in Path("report😀.html").read_text(encoding="utf-8")
-    main(["export", *checkpoint, "--format", "torch", "--output", "step😀.pt2"])
-    assert Path("step😀.pt2").exists()
+    main(["export", *checkpoint, "--format", "safetensors", "--output", "it😀.safetensors"])
+    assert Path("it😀.safetensors").exists()

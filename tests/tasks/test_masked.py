@@ -214,7 +214,9 @@ def bert() -> tuple[Any, MaskedLanguageModel]:
         norm_eps=1e-12,
         input_norm=True,
     )
-    ours = model(backbone, tie=True, head=partial(CategoricalHead, transform=True))
+    ours, untied = (model(backbone, tie=tie, head=partial(CategoricalHead, transform=True)) for tie in (True, False))
+    assert ours.head.proj.weight is ours.embedding.weight
+    assert untied.head.proj.weight is not untied.embedding.weight
     embeddings, head = theirs.bert.embeddings, theirs.cls.predictions
     pairs = {
         "embedding.weight": embeddings.word_embeddings.weight,

@@ -76,7 +76,9 @@ def test_a_packed_epoch_resumes_with_the_next_batch(tmp_path):
     assert len(expected) > 10
 
 
-def test_json_lines_whose_classes_may_be_numbers(tmp_path):
+def test_json_lines_whose_classes_may_be_numbers(tmp_path, monkeypatch):
+    said = []
+    monkeypatch.setattr("lit_effattn.datamodules.pairs.labelled_texts.rank_zero_info", said.append)
     lines = [
         {"review": {"body": text}, "stars": stars}
         for (text, _), stars in zip(ITEMS, (5, 1, "5 ", 1.0, 10), strict=True)
@@ -84,6 +86,7 @@ def test_json_lines_whose_classes_may_be_numbers(tmp_path):
     root = write(tmp_path / "x", suffix="jsonl", lines=[json.dumps(line) for line in lines])
     data = ready(root=root, text_column="review.body", label_column="stars")
     assert data.classes == ("1", "10", "5")
+    assert said[0].endswith(": 5 to train on, 5 to validate; 3 classes: 1, 10, 5")
     assert sorted(items(data.val_dataloader(), data.classes)) == sorted(
         zip([text for text, _ in ITEMS], ("5", "1", "5", "1", "10"), strict=True)
     )

@@ -29,7 +29,7 @@ h3 { font-size: 1rem; margin: 1.25rem 0 .25rem; }
 p, figcaption { margin: .25rem 0; } .quiet, figcaption { color: var(--quiet); font-size: .85rem; }
 .scroll { overflow-x: auto; } table { border-collapse: collapse; font-size: .9rem; }
 th, td { text-align: left; vertical-align: top; padding: .25rem .75rem .25rem 0; border-bottom: 1px solid var(--line);
-  overflow-wrap: normal; } td.number { text-align: right; font-variant-numeric: tabular-nums; white-space: nowrap; }
+  overflow-wrap: normal; } .number { text-align: right; font-variant-numeric: tabular-nums; white-space: nowrap; }
 td.long { overflow-wrap: anywhere; min-width: 9rem; }
 .cards { display: grid; gap: 1rem; align-items: start;
   grid-template-columns: repeat(auto-fit, minmax(min(100%, 18rem), 1fr)); }
@@ -79,15 +79,22 @@ def table(content: Table) -> str:
     """Return a table. A browser may break names after dots and underscores."""
 
     def cell(value: Any) -> str:
-        if isinstance(value, int | float) and not isinstance(value, bool):
+        if _is_number(value):
             return f'<td class="number">{text(shown(value))}</td>'
         name = shown(value)
         broken = text(name) if " " in name else text(name).replace("_", "_<wbr>").replace(".", ".<wbr>")
         return f"<td{_LONG if len(name) > 24 else ''}>{broken}</td>"
 
-    header = "".join(f'<th scope="col">{text(shown(name))}</th>' for name in content.header)
+    columns = zip(*content.rows, strict=True) if content.rows else [()] * len(content.header)
+    kinds = [' class="number"' if any(map(_is_number, values)) else "" for values in columns]
+    names = zip(kinds, content.header, strict=True)
+    header = "".join(f'<th scope="col"{kind}>{text(shown(name))}</th>' for kind, name in names)
     rows = "\n".join(f"<tr>{''.join(map(cell, row))}</tr>" for row in content.rows)
     return f'<div class="scroll"><table><thead><tr>{header}</tr></thead><tbody>\n{rows}\n</tbody></table></div>'
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def pairs(values: Mapping[str, Any], *header: str) -> str:

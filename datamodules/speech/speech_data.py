@@ -46,8 +46,9 @@ class SpeechData(DataModule):
     utterances are left out, and a warning counts them by reason and names the first few. A file is unusable if it is
     missing, empty or unreadable, has several channels, is too long or too short, or has a lower sampling rate. An
     utterance is unusable if its phones are unknown or not in the inventory. Training also leaves out an utterance that
-    is too short for its phones, since CTC needs ⌈T / `subsampling`⌉ ≥ phones + pairs of equal neighbours. Validation
-    and test keep it, since its error rate is defined. All other utterances that they leave out are not scored.
+    is too short for its phones, since CTC needs ⌈T / factor⌉ ≥ phones + pairs of equal neighbours, with
+    the subsampling factor of the trainer's model. Validation and test keep it, since its error rate is defined. All
+    other utterances that they leave out are not scored.
 
     Args:
         corpus: The utterances and the inventory of phones. Default: EspeakCorpus, which needs no download.
@@ -60,9 +61,6 @@ class SpeechData(DataModule):
             has its own batch.
         eval_batch_frames: The same in validation, test and prediction. Default: `batch_frames`.
         batch_utterances: Maximum of B, in training and evaluation.
-        subsampling: Subsampling factor of the model, in frames. Training utterances that it makes too short are left
-            out. Default: that of the trainer's model; without one, 1. 1, which older versions recorded, is
-            the same.
         spec_augment: Masks parts of the training utterances, different ones each epoch, as a pure function of (seed,
             epoch, utterance). Default: none.
         wave_augment: Changes the recordings of the training utterances by speed, noise and a telephone line,
@@ -101,7 +99,6 @@ class SpeechData(DataModule):
         batch_frames: int = 12_000,
         eval_batch_frames: int | None = None,
         batch_utterances: int = 64,
-        subsampling: int | None = None,
         spec_augment: SpecAugment | None = None,
         wave_augment: WaveAugment | None = None,
         cache: bool = False,
@@ -117,7 +114,7 @@ class SpeechData(DataModule):
         # Without objects that are not plain data: checkpoints could not be read with `weights_only`.
         self.save_hyperparameters(logger=False, ignore=["corpus", "spec_augment", "wave_augment"])
         at_least(1, batch_frames=batch_frames, eval_batch_frames=eval_batch_frames)
-        at_least(1, batch_utterances=batch_utterances, subsampling=subsampling)
+        at_least(1, batch_utterances=batch_utterances)
         at_least(0, seed=seed, num_workers=num_workers)
         if normalize not in ("speaker", "utterance", "corpus", None):
             raise ValueError(f"normalize={normalize!r} is unknown; choose speaker, utterance, corpus or null")
@@ -132,7 +129,6 @@ class SpeechData(DataModule):
         self.batch_frames = batch_frames
         self.eval_batch_frames = batch_frames if eval_batch_frames is None else eval_batch_frames
         self.batch_utterances = batch_utterances
-        self.subsampling = subsampling
         self.spec_augment = spec_augment
         self.wave_augment = wave_augment
         self.cache = cache
@@ -232,12 +228,8 @@ class SpeechData(DataModule):
         return {}
 
     def _factor(self) -> int:
-        """Return the subsampling factor of the model."""
-        given = None if self.subsampling == 1 else self.subsampling
-        factor = getattr(getattr(self.trainer, "lightning_module", None), "subsampling", None)
-        if None not in (given, factor) and given != factor:
-            raise ValueError(f"subsampling={given}, but the model's front end has the factor {factor}; leave it out")
-        return factor or given or 1
+        """Return the subsampling factor of the trainer's model; without one, 1."""
+        return getattr(getattr(self.trainer, "lightning_module", None), "subsampling", 1)
 
     def _fewest_frames(self, n_frames: np.ndarray, augment: WaveAugment) -> np.ndarray:
         """Return the frames that remain of `n_frames` at the largest speed."""

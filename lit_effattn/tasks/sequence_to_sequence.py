@@ -142,7 +142,7 @@ class SequenceToSequence(Task):
         self.max_output_len = max_output_len
         self.decode_every_n_epochs = decode_every_n_epochs
         self.auxiliary_weight = auxiliary_weight
-        chosen = {name: _METRICS[name] for name in self.metrics}
+        chosen: dict[str, Callable[[], Any]] = {name: _METRICS[name] for name in self.metrics}
         self.scores = for_stages({"perplexity": Perplexity, "sequences": Count, **chosen})
 
     def _share_source_embedding(self) -> None:

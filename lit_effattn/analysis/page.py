@@ -37,7 +37,7 @@ td.long { overflow-wrap: anywhere; min-width: 9rem; }
 .small img { width: 100%; image-rendering: pixelated; }
 figure { margin: 0; padding: .6rem; background: var(--card); border-radius: .4rem; min-width: 0; max-width: 46rem; }
 figure img { display: block; max-width: 100%; height: auto; }
-figure svg { display: block; width: 100%; max-width: 34rem; height: auto; overflow: visible; }
+figure svg { display: block; width: 100%; height: auto; overflow: visible; }
 summary { cursor: pointer; padding: .4rem 0; }
 pre, .tokens { font: .85rem/1.6 ui-monospace, monospace; white-space: pre-wrap; margin: 0; }
 .tokens span { background: rgba(var(--heat), calc(.75 * var(--bits))); border-radius: .15rem; }

@@ -118,28 +118,20 @@ def _cut(batch: Any, length: int) -> Any:
     """Return a batch of one row without padding, cut to `length` positions."""
     if isinstance(batch, Tensor):
         return batch[:, :length]
-    if isinstance(batch, TokenBatch):
-        n = min(length, batch.inputs.size(1) if batch.lengths is None else int(batch.lengths[0]))
-        if batch.starts is not None:  # to the next sequence of the row
-            n = min([n, *(int(i) for i in batch.starts[0].nonzero()[:, 0] if i > 0)])
-        return batch._replace(inputs=batch.inputs[:, :n], targets=batch.targets[:, :n], lengths=None, starts=None)
     if isinstance(batch, SpeechBatch):
         n = min(length, int(batch.lengths[0]))
         return batch._replace(features=batch.features[:, :n], lengths=torch.tensor([n]))
     if isinstance(batch, PairBatch):
         m, n = min(length, int(batch.source_lengths[0])), min(length, int(batch.lengths[0]))
-        return batch._replace(
-            source=batch.source[:, :m],
-            source_lengths=torch.tensor([m]),
-            inputs=batch.inputs[:, :n],
-            targets=batch.targets[:, :n],
-            lengths=torch.tensor([n]),
-        )
-    labelled = batch if isinstance(batch, LabelledBatch) else LabelledBatch(*batch)
-    n = min(length, labelled.x.size(1) if labelled.lengths is None else int(labelled.lengths[0]))
-    if labelled.starts is not None:
-        n = min([n, *(int(i) for i in labelled.starts[0].nonzero()[:, 0] if i > 0)])
-    return labelled._replace(x=labelled.x[:, :n], lengths=None, starts=None)
+        source = {"source": batch.source[:, :m], "source_lengths": torch.tensor([m])}
+        target = {"inputs": batch.inputs[:, :n], "targets": batch.targets[:, :n], "lengths": torch.tensor([n])}
+        return batch._replace(**source, **target)
+    one: Any = batch if isinstance(batch, TokenBatch | LabelledBatch) else LabelledBatch(*batch)
+    names = ("inputs", "targets") if isinstance(one, TokenBatch) else ("x",)
+    n = min(length, getattr(one, names[0]).size(1) if one.lengths is None else int(one.lengths[0]))
+    if one.starts is not None:  # to the next sequence of the row
+        n = min([n, *(int(i) for i in one.starts[0].nonzero()[:, 0] if i > 0)])
+    return one._replace(**{name: getattr(one, name)[:, :n] for name in names}, lengths=None, starts=None)
 
 
 @torch.no_grad()

@@ -78,7 +78,11 @@ def test_preparing_a_large_text(capsys: pytest.CaptureFixture[str]):
 def test_speech(tmp_path: Path):
     """The filterbank of each utterance without its padding, and its phones."""
     batch = SpeechBatch(
-        torch.rand(2, 300, 8), torch.tensor([300, 120]), torch.tensor([[2, 1], [1, 0]]), torch.tensor([2, 1]), ["x", "y"]
+        torch.rand(2, 300, 8),
+        torch.tensor([300, 120]),
+        torch.tensor([[2, 1], [1, 0]]),
+        torch.tensor([2, 1]),
+        ["x", "y"],
     )
     nothing = SimpleNamespace(places=[tmp_path / "corpus"], prepare_data=lambda: None, setup=lambda stage: None)
     data = SimpleNamespace(**vars(nothing), phones=["AA", "B"], frame_seconds=0.01, train_dataloader=lambda: [batch])

@@ -123,9 +123,9 @@ def _cut(batch: Any, length: int) -> Any:
         return batch._replace(features=batch.features[:, :n], lengths=torch.tensor([n]))
     if isinstance(batch, PairBatch):
         m, n = min(length, int(batch.source_lengths[0])), min(length, int(batch.lengths[0]))
-        source = {"source": batch.source[:, :m], "source_lengths": torch.tensor([m])}
-        target = {"inputs": batch.inputs[:, :n], "targets": batch.targets[:, :n], "lengths": torch.tensor([n])}
-        return batch._replace(**source, **target)
+        source, lengths = batch.source[:, :m], torch.tensor([n])
+        cut = batch._replace(source=source, source_lengths=torch.tensor([m]), lengths=lengths)
+        return cut._replace(inputs=batch.inputs[:, :n], targets=batch.targets[:, :n])
     one: Any = batch if isinstance(batch, TokenBatch | LabelledBatch) else LabelledBatch(*batch)
     names = ("inputs", "targets") if isinstance(one, TokenBatch) else ("x",)
     n = min(length, getattr(one, names[0]).size(1) if one.lengths is None else int(one.lengths[0]))

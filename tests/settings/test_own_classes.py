@@ -3,6 +3,7 @@
 import csv
 import re
 import sys
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -10,10 +11,10 @@ from typing import Any
 import pytest
 import yaml
 
-from lit_effattn.analysis.sweep import RECORD
+from lit_effattn.analysis.sweep import RECORD, Sweep
 from lit_effattn.checkpoints.trust import may_name_modules
 from lit_effattn.cli import main
-from tests.analysis.test_sweep import CONFIG, Children, InThisThread
+from tests.analysis.test_sweep import CONFIG, Children
 from tests.support.commands import REPOSITORY, fails
 
 EXAMPLE = re.search(r"```python\n(.*?)```", (REPOSITORY / "docs/own-kind.md").read_text(), re.S)
@@ -119,8 +120,7 @@ def test_what_is_trusted_must_be_there(tool: str, capsys: pytest.CaptureFixture[
 def test_a_sweep_trusts_the_kinds_that_it_is_given(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ):
-    monkeypatch.setattr("lit_effattn.analysis.sweep.ThreadPoolExecutor", InThisThread)
-    monkeypatch.setattr("lit_effattn.analysis.sweep.run_child", Children())
+    monkeypatch.setattr("lit_effattn.analysis.sweep.Sweep", partial(Sweep, start=Children()))
     args = ["sweep", "--config", "tiny.yaml", "--kinds", f"{KIND},linear", "--lr", "0.01", "--seeds", "1"]
     main([*args, "--output", str(tmp_path)])
     rows = list(csv.DictReader((tmp_path / "table.csv").open()))

@@ -7,6 +7,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 from lit_effattn.cli.failures import explained
+from tests.support.commands import fails
 
 
 class Dying(Dataset[int]):
@@ -71,3 +72,11 @@ def test_a_run_whose_folder_was_deleted(tmp_path: Path):
 
 def test_what_is_no_failure_of_the_machine_keeps_its_traceback():
     assert all(explained(RuntimeError(text), "fit") is None for text in ("mat1 and mat2", "an igloo without NCCL"))
+
+
+def test_an_error_with_a_remedy_ends_the_command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+    def run(args: list[str]) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+
+    monkeypatch.setattr("lit_effattn.cli.command.run", run)
+    assert "(use a smaller batch" in fails(capsys, "fit")

@@ -179,8 +179,6 @@ class InfiniteAttention(MemoryAttention):
         self.n_bins = n_bins
         self.sampling = sampling
         self.grid: Grid = grid
-        self.kl_weight = kl_weight
-        self.sigma_0 = sigma_0
         self.tie_query = tie_query
         self.norm_signal = norm_signal
         self.long_term: LongTermMemory | None = None

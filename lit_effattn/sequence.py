@@ -261,6 +261,15 @@ def reorder(state: State, rows: Tensor) -> State:
     return select(state, rows)
 
 
+def sources(state: State) -> Iterator[Source]:
+    """Yield the sources in the tree `state`."""
+    if isinstance(state, Source):
+        yield state
+    elif isinstance(state, tuple):
+        for part in state:
+            yield from sources(part)
+
+
 def nbytes(state: State) -> int:
     """Count the bytes that `state` takes."""
     return sum(t.numel() * t.element_size() for t in tensors(state))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -350,15 +350,6 @@ def check_source(module: Any, source: Tensor, lengths: Tensor | None) -> None:
             "one position"
         )
     check_lengths(name, lengths, source)
-
-
-def sources(state: State) -> Iterator[Source]:
-    """Yield the sources in the tree `state`."""
-    if isinstance(state, Source):
-        yield state
-    elif isinstance(state, tuple):
-        for part in state:
-            yield from sources(part)
 
 
 def _mask(k: Tensor, length: Tensor) -> Tensor:

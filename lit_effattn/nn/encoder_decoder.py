@@ -5,9 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from lit_effattn.attention.cross import sources
 from lit_effattn.nn.transformer import Transformer, TransformerState
-from lit_effattn.sequence import SequenceModule, reads_values
+from lit_effattn.sequence import SequenceModule, reads_values, sources
 
 
 class EncoderDecoder(SequenceModule):

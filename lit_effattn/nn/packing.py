@@ -9,12 +9,12 @@ from torch import Tensor
 
 from lit_effattn.sequence import (
     SequenceModule,
-    Source,
     State,
     _like,
     check_lengths,
     parts,
     select,
+    sources,
     tensors,
     valid_lengths,
     valid_positions,
@@ -70,7 +70,7 @@ def packed(
     check_lengths(name, lengths, x)
     if parts() is not None:
         raise NotImplementedError(f"{name} can't be called inside sequence_parallel; call it outside, or pad the rows")
-    if _reads_source(state):
+    if any(True for _ in sources(state)):
         raise NotImplementedError(f"{name}: the state holds one source for each row; give each target a row of its own")
     if state is not None and not module.causal:
         raise ValueError(f"{name}: state was given, but causal=False; only a causal module has a state")
@@ -185,10 +185,6 @@ def alike(sizes: Tensor, pieces: Tensor) -> Iterator[Tensor]:
             similar = len(pieces)
         yield pieces[:similar]
         pieces = pieces[similar:]
-
-
-def _reads_source(state: State) -> bool:
-    return isinstance(state, Source) or (isinstance(state, tuple) and any(_reads_source(part) for part in state))
 
 
 def join(states: list[State]) -> State:

@@ -11,18 +11,13 @@ from lit_effattn.attention import LinearAttention
 from lit_effattn.laws import ContractAdapter, check
 from lit_effattn.laws.subject import gradients
 from lit_effattn.nn import packing
-from lit_effattn.sequence import Source
 from tests.laws.cases import CASES, EACH, ROTARY, Case
 from tests.laws.tools import assert_close, assert_same, copied, each, inputs
 
 
 def _has_source(case: Case) -> bool:
     """Whether the state holds a source for each row."""
-
-    def given(state) -> bool:
-        return isinstance(state, Source) or (isinstance(state, tuple) and any(map(given, state)))
-
-    return case.causal and given(case.example.initial_state(1))
+    return case.causal and any(True for _ in sequence.sources(case.example.initial_state(1)))
 
 
 SOURCES = [case for case in CASES if _has_source(case)]

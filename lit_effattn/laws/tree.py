@@ -62,7 +62,7 @@ def detach(tree: Any) -> Any:
     return map_tensors(Tensor.detach, tree)
 
 
-def select(tree: Any, rows: Tensor, dim: int) -> Any:
+def select(tree: Any, rows: Tensor, dim: int = 0) -> Any:
     """Return the rows of `tree` with the indices `rows`, along the dimension `dim` of every tensor that has it."""
     return map_tensors(lambda t: t.index_select(dim, rows.to(t.device)) if t.dim() > dim else t, tree)
 

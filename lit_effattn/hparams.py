@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Iterator, Mapping
-from functools import partial
+from functools import cache, partial
 from typing import Any, TypeVar
 
 from lit_effattn import registry
@@ -37,11 +37,12 @@ class HasInitArgs:
         return self
 
 
+@cache
 def parameters(kind: type) -> dict[str, Any]:
     """Return the parameters of a class's constructor by their names, each with its default, annotation and text.
 
     Options that a constructor passes on with `**options` are those of the base class's constructor, without the ones
-    that it sets itself, as on the command line.
+    that it sets itself, as on the command line: jsonargparse has no public function for it.
     """
     from jsonargparse._parameter_resolvers import get_signature_parameters  # not needed without the command
 

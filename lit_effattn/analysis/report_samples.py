@@ -20,7 +20,7 @@ from lit_effattn.checkpoints.runs import short
 from lit_effattn.datamodules import IGNORE, LabelledBatch, PairBatch, SpeechBatch, TokenBatch
 from lit_effattn.datamodules.text.tokenizers import Tokenizer
 from lit_effattn.sequence import State
-from lit_effattn.settings.data import build_data
+from lit_effattn.settings.building import build_data
 from lit_effattn.tasks import Task
 from lit_effattn.tasks.options import ImageOptions, TextOptions
 

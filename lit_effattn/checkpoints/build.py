@@ -17,16 +17,15 @@ import os
 import sys
 import types
 import typing
-from collections.abc import Callable, Iterator, Mapping
-from functools import cache
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal, Union
 
 import torch
-from jsonargparse import ArgumentParser
 
 from lit_effattn import registry
 from lit_effattn.checkpoints.trust import NotAllowedError, Trust
+from lit_effattn.hparams import parameters
 
 _FACTORIES = (collections.abc.Callable, type)
 _NOT_BUILT = (str, bytes, os.PathLike, int, float, complex, enum.Enum, datetime.timedelta, datetime.datetime)
@@ -63,7 +62,7 @@ def arguments_of(spec: Any, kind: type, names: collections.abc.Iterable[str], al
         NotAllowedError: If an argument does not have its annotated type.
     """
     given, known, builder = spec["init_args"], parameters(kind), _Builder(allowed)
-    return {n: builder.value(given[n], known[n][0], f"model.{n}") for n in names if n in given and n in known}
+    return {n: builder.value(given[n], known[n].annotation, f"model.{n}") for n in names if n in given and n in known}
 
 
 class Allowed:
@@ -141,7 +140,7 @@ class _Builder:
             bases = tuple(m for m in members(args[-1]) if is_built(m)) if args else ()
             kind, arguments = self._call(value, bases, where, given)
             return kind if origin is type else functools.partial(kind, **arguments)
-        if not isinstance(origin, type) or origin in (Any, object):
+        if not isinstance(origin, type) or origin in (Any, object, inspect.Parameter.empty):
             return _fits(value, _is_plain(value))
         if origin in (bool, str):
             return _fits(value, isinstance(value, origin))
@@ -184,7 +183,7 @@ class _Builder:
             raise NotAllowedError(
                 f"{self.allowed.source} names {spec['class_path']} as {where}, which is not derived from {expected}"
             )
-        known: dict[str, tuple[Any, Any]] = parameters(kind)  # type: ignore[arg-type]  # a class is hashable
+        known = parameters(kind)
         arguments, taken = dict(given), spec.get("init_args") or {}
         if not isinstance(taken, dict) or spec.keys() - {"class_path", "init_args"}:
             raise NotAllowedError(f"{self.allowed.source} describes {where} by other parts than options and values")
@@ -194,7 +193,7 @@ class _Builder:
                     f"{self.allowed.source} has {where}.{name}, an option that {kind.__name__} does not have"
                 )
             if name not in given:
-                arguments[name] = self.value(value, known[name][0], f"{where}.{name}")
+                arguments[name] = self.value(value, known[name].annotation, f"{where}.{name}")
         return kind, arguments
 
 
@@ -244,21 +243,6 @@ def is_built(kind: Any) -> bool:
     if issubclass(kind, (*_NOT_BUILT, torch.Tensor)):
         return False
     return kind.__module__ not in ("builtins", "collections.abc", "typing", "types")
-
-
-@cache
-def parameters(called: Callable[..., Any]) -> dict[str, tuple[Any, Any]]:
-    """Return the annotation and the default of each parameter of `called`, as jsonargparse reads its signature.
-
-    It follows `**kwargs` into base classes and calls. The result is empty if the signature can't be read.
-    """
-    parser = ArgumentParser(exit_on_error=False)
-    try:
-        add = parser.add_class_arguments if inspect.isclass(called) else parser.add_function_arguments
-        add(called, fail_untyped=False)
-    except Exception:  # the signature of a class of another package may raise any exception
-        return {}
-    return {a.dest: (getattr(a, "_typehint", a.type), a.default) for a in parser._actions}
 
 
 def _described(annotation: Any) -> str:

@@ -149,7 +149,9 @@ def _main(args: list[str] | None) -> None:
     if args[0] not in (*COMMANDS, *TOOLS):
         known = ", ".join((*COMMANDS, *TOOLS, CONVERT, CHECK, *LISTS))
         fail(f"{args[0]!r} is not a command; there are {known}", code=2)
-    from lit_effattn.cli.command import UsageError, quieten, run
+    from lit_effattn.cli.command import run
+    from lit_effattn.cli.output import quieten
+    from lit_effattn.cli.parser import UsageError
 
     quieten()
 

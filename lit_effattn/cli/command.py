@@ -2,20 +2,14 @@
 
 from __future__ import annotations
 
-import argparse
 import errno
-import logging
 import os
-import re
-import tempfile
-import threading
 import warnings
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import nullcontext
-from functools import partial
 from pathlib import Path
-from typing import Any, NoReturn, Union, get_args
+from typing import Any
 
 import lightning.pytorch as pl
 import torch
@@ -24,7 +18,6 @@ from jsonargparse import Namespace, set_dumper, set_loader, set_parsing_settings
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.callbacks import LearningRateMonitor
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
-from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger
 from lightning.pytorch.strategies import ModelParallelStrategy
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_only
 
@@ -43,45 +36,33 @@ import lit_effattn.tasks.schedules
 # These imports make the classes known by their short names in YAML and flags.
 from lit_effattn import callbacks, datamodules
 from lit_effattn.callbacks.lightning_internals import leave_signals_alone
-from lit_effattn.checkpoints import slurm
 from lit_effattn.checkpoints.averaging import average_parameters
 from lit_effattn.checkpoints.build import arguments_of
 from lit_effattn.checkpoints.io import AtomicCheckpointIO, read_checkpoint, saved_model, without_folders
 from lit_effattn.checkpoints.loading import OtherModelError, allowed_in, build_model
-from lit_effattn.checkpoints.own_runs import VERDICT, marked
+from lit_effattn.checkpoints.own_runs import VERDICT
 from lit_effattn.checkpoints.plain_yaml import OutOfBoundsError
-from lit_effattn.checkpoints.printable import PrintableRecords, printable
+from lit_effattn.checkpoints.printable import printable
 from lit_effattn.checkpoints.run_lock import RunLock
-from lit_effattn.checkpoints.runs import (
-    LAST,
-    PREVIOUS,
-    check_contained,
-    discard,
-    discard_if_empty,
-    find_checkpoint,
-    new_folder,
-    new_run,
-    output_folder,
-    short,
-)
+from lit_effattn.checkpoints.runs import discard, discard_if_empty, find_checkpoint, new_folder, short
 from lit_effattn.checkpoints.trust import find
 from lit_effattn.cli.data import show_data
-from lit_effattn.cli.errors import fault
-from lit_effattn.cli.help import arranged, class_help
+from lit_effattn.cli.help import class_help
+from lit_effattn.cli.parser import Parser, integers_first
 from lit_effattn.cli.prepare import prepare
 from lit_effattn.cli.threads import few_threads
 from lit_effattn.distributed.sharding import ShardedStrategy
-from lit_effattn.hparams import flat
 from lit_effattn.nn.transfer import begin_transfer
-from lit_effattn.settings.arguments import Arguments, dump_yaml, load_yaml
-from lit_effattn.settings.building import Builder
-from lit_effattn.settings.data import build_data
+from lit_effattn.settings.arguments import Arguments
+from lit_effattn.settings.building import Builder, build_data, direct
+from lit_effattn.settings.configuration import Configuration
 from lit_effattn.settings.defaults import TRAINER
 from lit_effattn.settings.derived import leave_out, set_strides, set_windows
 from lit_effattn.settings.initial_weights import add_missing, remedy
 from lit_effattn.settings.own_classes import TRUST
 from lit_effattn.settings.resume import (
     CHECKPOINT,
+    OF_FIT,
     check_from_data,
     check_kept_settings,
     fixed_by_data,
@@ -89,16 +70,21 @@ from lit_effattn.settings.resume import (
     resolve,
     section,
 )
+from lit_effattn.settings.run_folder import RUN, is_first, run_folder
 from lit_effattn.settings.run_names import ROOT, stated_root
-from lit_effattn.settings.texts import keep_texts
-from lit_effattn.settings.trainer import Trainer
+from lit_effattn.settings.trainer import (
+    Trainer,
+    announce_if_never_validated,
+    as_list,
+    check_trainer,
+    loggers,
+    own_loggers,
+)
+from lit_effattn.settings.yaml_text import dump_yaml, load_yaml
 from lit_effattn.tasks import Task
 from lit_effattn.tasks.options import flags
 
 __all__ = ["CLI", "callbacks", "datamodules", "lit_effattn", "run"]
-
-RUN = "LIT_EFFATTN_RUN"
-"""Environment variable with the folder of the run, set for the processes that DDP starts."""
 
 _USAGE = "lit-effattn {} [--config NAME_OR_FILE] [--GROUP.OPTION VALUE ...]"
 _ABOUT = {
@@ -131,21 +117,6 @@ _ABOUT_DATA = (
     "Tokenize a large text: lit-effattn data prepare --help."
 )
 
-_REMARKS = (
-    *("💡", "number of stepping batches"),  # advertisements; schedules without a number of steps
-    *("GPU available: False", "TPU available: False"),  # devices that are not used
-    # The command names the checkpoint itself.
-    *("Restoring states from", "Restored all states from", "Loaded model weights from"),
-    "was configured so",  # repeats a flag
-)
-"""Messages of Lightning without information for users of the command."""
-
-_TENSOR_CORES = (
-    "float32 matrices are multiplied in full precision. Faster on this GPU: --trainer.precision bf16-mixed; or TF32, "
-    "with TORCH_ALLOW_TF32_CUBLAS_OVERRIDE=1 in the environment"
-)
-"""Replaces Lightning's advice to call a function of PyTorch."""
-
 
 def run(args: list[str]) -> None:
     """Parse `args` and run the command."""
@@ -159,26 +130,18 @@ def run(args: list[str]) -> None:
     set_loader("yaml", load_yaml, (yaml.YAMLError, OutOfBoundsError))
     set_dumper("yaml", dump_yaml)
     arguments = Arguments(args)
-    if class_help(arguments, lambda: _Parser(prog=f"lit-effattn {arguments.command}")):
+    if class_help(arguments, lambda: Parser(prog=f"lit-effattn {arguments.command}")):
         return
-    tuple(arguments.named())  # reads the files that settings name, so that an error in one is reported with its name
+    _ = arguments.stated  # reads the files that settings name, so that an error in one is reported with its name
     _ = arguments.trust  # an error in a name is reported, although the name may not be needed
     if arguments.command == "data":
-        parser = _Parser(prog="lit-effattn data", description=_ABOUT_DATA)
-        try:
-            show_data(arguments, parser)
-        except UsageError as error:
-            raise UsageError(_fault(parser, arguments) or str(error)) from error
+        show_data(arguments, Parser(prog="lit-effattn data", description=_ABOUT_DATA))
         return
     try:
         CLI(arguments)
     except OSError as error:
-        if error.filename is None and error.errno in (
-            errno.ENOSPC,
-            errno.EDQUOT,
-            errno.EFBIG,
-        ):  # of a log: it names no file
-            error.filename = os.environ.get(RUN, error.filename)
+        if error.filename is None and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+            error.filename = os.environ.get(RUN, error.filename)  # of a log: it names no file
         raise
     finally:
         if not is_child():
@@ -186,106 +149,6 @@ def run(args: list[str]) -> None:
                 discard_if_empty(Path(os.environ.pop(RUN)))
             os.environ.pop(CHECKPOINT, None)
             os.environ.pop(VERDICT, None)
-
-
-def quieten() -> None:
-    """Suppress warnings that users of the command cannot act upon, each for the reason in its comment."""
-    for message in (
-        ".*LightningCLI's args parameter is intended to run from within Python.*",  # as here
-        ".*does not have many workers.*",  # images in memory need none
-        ".*callbacks used to create the checkpoint need to be provided.*",  # scoring needs none
-        ".*Checkpoint directory .* exists and is not empty.*",  # of a resumed run
-        ".*The dirpath has changed from .*",  # of a new run from a checkpoint of another
-        ".*will be duplicated and evaluated twice.*|.*DistributedSampler.*recommended to use.*",  # ours pads nothing
-        ".*is not supported by the model summary.*",  # our summary shows no size in MB
-        ".*`isinstance\\(treespec, LeafSpec\\)` is deprecated.*",  # Lightning's own call
-        ".*is smaller than the logging interval.*",  # steps are counted across epochs, so metrics are logged
-    ):
-        warnings.filterwarnings("ignore", message)
-    warnings.formatwarning = _warning
-    for name in ("lightning.pytorch", "lightning.fabric", "lightning"):
-        for handler in logging.getLogger(name).handlers:
-            if not any(isinstance(known, PrintableRecords) for known in handler.filters):
-                handler.addFilter(PrintableRecords())
-    threading.excepthook = _report_thread
-    logging.getLogger("lightning.pytorch.utilities.rank_zero").addFilter(_for_users)
-    logging.getLogger("lightning.pytorch.trainer.connectors.checkpoint_connector").addFilter(
-        lambda r: "`weights_only` was not set" not in r.getMessage()
-    )
-
-
-def _for_users(record: logging.LogRecord) -> bool:
-    """Return whether the command shows a message of Lightning; replace the one about Tensor Cores."""
-    message = record.getMessage()
-    if "that has Tensor Cores" in message:
-        record.msg, record.args = _TENSOR_CORES, ()
-    return not any(remark in message for remark in _REMARKS)
-
-
-def _warning(message: Warning | str, category: type[Warning], *where: Any, **line: Any) -> str:
-    """Return a warning as one line, without its place in the code."""
-    return f"warning: {printable(str(message))}\n"
-
-
-def _report_thread(failed: threading.ExceptHookArgs) -> None:
-    """Report an exception in a thread, except TensorBoard's missing file, which the main thread raises again."""
-    if failed.exc_type is not FileNotFoundError:
-        threading.__excepthook__(failed)
-
-
-class UsageError(Exception):
-    """The arguments are invalid. The message is that of jsonargparse."""
-
-
-def _fault(parser: LightningArgumentParser, arguments: Arguments, saved: Any = None) -> str | None:
-    return fault(arguments, [*parser.get_defaults(skip_validation=True).keys()], saved)
-
-
-class _Parser(LightningArgumentParser):
-    """A parser that raises `UsageError` instead of exiting, without abbreviations of options.
-
-    Args:
-        args: As for `LightningArgumentParser`.
-        command: The command whose parser this is; None for other parsers.
-        all_options: Whether its help shows all options.
-        kwargs: As for `LightningArgumentParser`.
-    """
-
-    def __init__(self, *args: Any, command: str | None = None, all_options: bool = False, **kwargs: Any) -> None:
-        self._shown: tuple[str, bool] | None = None if command is None else (command, all_options)
-        super().__init__(*args, allow_abbrev=False, **kwargs)
-
-    def format_help(self, *args: Any) -> str:
-        """Return the help. That of a command begins with its own options."""
-        if self._shown is None:
-            if (self.description or "").startswith("Help for "):  # of one class: its usage would name all options twice
-                self.usage = argparse.SUPPRESS
-            return str(super().format_help(*args))
-        command, all_options = self._shown
-        with arranged(self, command, all_options=all_options):
-            return str(super().format_help(*args))
-
-    def error(self, message: str, ex: Exception | None = None) -> NoReturn:
-        """Raise `UsageError`."""
-        if not self.exit_on_error:  # a nested parser: its parent reports the error
-            super().error(message, ex)
-        raise UsageError(message) from ex
-
-    def parse_args(self, *args: Any, **options: Any) -> Any:
-        """Parse arguments; text stays text."""
-        keep_texts(self)
-        return super().parse_args(*args, **options)
-
-    def parse_object(self, *args: Any, **options: Any) -> Any:
-        """Parse plain data; text stays text."""
-        keep_texts(self)
-        return super().parse_object(*args, **options)
-
-    def _parse_common(self, *args: Any, **options: Any) -> Any:
-        """Let the outermost parser add the defaults of nested classes: each level that does so too triples the work."""
-        if not self.exit_on_error and "defaults" in options:
-            options["defaults"] = False
-        return super()._parse_common(*args, **options)
 
 
 class CLI(LightningCLI):
@@ -308,7 +171,7 @@ class CLI(LightningCLI):
                 trainer_class=Trainer,
                 trainer_defaults=TRAINER,
                 seed_everything_default=0,
-                parser_class=_Parser,
+                parser_class=Parser,
                 subclass_mode_model=True,
                 subclass_mode_data=True,
                 auto_configure_optimizers=False,
@@ -319,7 +182,7 @@ class CLI(LightningCLI):
                         "usage": _USAGE.format(arguments.command),
                         "description": _ABOUT[arguments.command],
                         "command": arguments.command,
-                        "all_options": arguments.flags.value("help") == "all",
+                        "all_options": arguments.flags.text("help") == "all",
                     }
                 },
                 args=self.resolved.args,
@@ -333,24 +196,11 @@ class CLI(LightningCLI):
     def subcommands(self) -> dict[str, set[str]]:  # type: ignore[override]  # static there
         """Return the current command alone, since each parser takes a third of a second.
 
-        Its value: the parameters that are not options.
+        Its value: the parameters that are not options, or are options of our own.
         """
         commands = {**LightningCLI.subcommands(), "generate": {"model", "datamodule"}}
-        return {self.arguments.command: commands[self.arguments.command]}
-
-    def _prepare_subcommand_parser(self, klass: type, subcommand: str, **kwargs: Any) -> LightningArgumentParser:
-        """Disable Lightning's table of results, and adapt the help of `--ckpt_path` and the types of numbers."""
-        parser = super()._prepare_subcommand_parser(klass, subcommand, **kwargs)
-        if subcommand in ("validate", "test"):
-            parser.set_defaults(verbose=False)
-        for action in parser._actions:
-            if action.dest == "ckpt_path":
-                more = _ABOUT_RESUMING if subcommand == "fit" else _ABOUT_SHIPPED
-                action.help = f"{_ABOUT_CHECKPOINT} {more}"
-            elif action.dest == "weights_only":
-                action.help = "Changes nothing: checkpoints are never unpickled."
-        integers_first(parser)
-        return parser
+        own = {"ckpt_path", "weights_only", "verbose"}  # a file is never unpickled, and metrics are printed once
+        return {self.arguments.command: commands[self.arguments.command] | own}
 
     def add_core_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
         """Add the trainer, the model unless its file alone describes it, and the data."""
@@ -363,24 +213,26 @@ class CLI(LightningCLI):
             pl.LightningDataModule, "data", fail_untyped=False, required=self.resolved.uses_data
         )
 
-    def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
+    def add_arguments_to_parser(self, parser: Parser) -> None:  # type: ignore[override]  # `parser_class`
         """Add the options of this command, and link the arguments of the model that the data determine."""
         parser.add_argument("--trust", type=list[str] | None, default=None, metavar="NAME", help=TRUST)
         parser.add_argument("--name", type=str | None, default=None, help=_ABOUT_NAME)
+        more = _ABOUT_RESUMING if self.arguments.command == "fit" else _ABOUT_SHIPPED
+        start = parser.add_argument_group("a checkpoint to start from")
+        start.add_argument("--ckpt_path", type=str | None, default=None, help=f"{_ABOUT_CHECKPOINT} {more}")
         if self.arguments.command == "generate":
             for name, option in flags().items():
                 parser.add_argument(f"--{name}", type=option.annotation | None, default=None, help=option.doc)
         if self.arguments.command != "fit":
             parser.add_argument("--average", type=int | None, default=None, help=_ABOUT_AVERAGE)
+            parser.ignore(OF_FIT)
         else:
             parser.add_class_arguments(callbacks.LastCheckpoint, "checkpoint")
             for name, text in _ABOUT_WEIGHTS.items():
                 parser.add_argument(f"--{name}", type=str | None, default=None, help=text)
-        for name in sorted(fixed_by_data()) if self._is_linked() else ():
+        for name in sorted(fixed_by_data()) if self.resolved.data_fixes and not self.resolved.describes else ():
             parser.link_arguments(f"data.{name}", f"model.init_args.{name}", apply_on="instantiate")
-
-    def _is_linked(self) -> bool:
-        return self.resolved.data_fixes and not self.resolved.describes
+        integers_first(parser)
 
     def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
         """Parse the run's configuration, files and flags."""
@@ -393,11 +245,9 @@ class CLI(LightningCLI):
                 )
             parser.parse_args(args)
         # `parser` would parse all settings a second time.
-        of_command = self._parser(command)
-        try:
-            self.config = Namespace({"subcommand": command, command: of_command.parse_args(args[1:])})
-        except UsageError as error:
-            raise UsageError(_fault(of_command, self.arguments, self.resolved.run) or str(error)) from error
+        of_command: Any = self._parser(command)
+        parsed = of_command.parse(args[1:], self.arguments, self.resolved.run)
+        self.config = Namespace({"subcommand": command, command: parsed})
 
     def _parse_ckpt_path(self) -> None:
         """Do nothing: Lightning would silently override flags with the hyper-parameters of the checkpoint."""
@@ -440,6 +290,8 @@ class CLI(LightningCLI):
     def before_instantiate_classes(self) -> None:
         """Complete the settings; reject those that resuming would ignore."""
         config = self.config[self.subcommand]
+        if not self.resolved.uses_data:
+            config.data = None
         if self.resolved.data_fixes:
             self._check_fixed()
         self._derive(config)
@@ -458,7 +310,7 @@ class CLI(LightningCLI):
             if not self.resolved.data_fixes and path is not None and spec is not None:
                 kwargs |= arguments_of(spec, kind, kind.fixed_by_data, allowed_in(path, self.arguments.trust.names))
             check_from_data(kind, kwargs)
-        return kind(*_direct(args), **_direct(kwargs))
+        return kind(*direct(args), **direct(kwargs))
 
     def _find_weights(self, config: Namespace) -> None:
         """Replace `last` and `best`, which later name other checkpoints, with paths."""
@@ -485,7 +337,7 @@ class CLI(LightningCLI):
         if not isinstance(strategy, Namespace) or find(strategy.class_path) is not ModelParallelStrategy:
             return
         strategy.class_path = f"{ShardedStrategy.__module__}.{ShardedStrategy.__name__}"
-        if not self.arguments.given("trainer.strategy.save_distributed_checkpoint"):
+        if not self.arguments.stated.given("trainer.strategy.save_distributed_checkpoint"):
             strategy.init_args.save_distributed_checkpoint = False
 
     def _check_fixed(self) -> None:
@@ -505,14 +357,16 @@ class CLI(LightningCLI):
     def instantiate_trainer(self, **kwargs: Any) -> pl.Trainer:
         """Build the trainer: its root is the folder of the run, and it has the callbacks that every run has."""
         config = self.config_init[self.subcommand].trainer
-        _check_trainer(config)
+        check_trainer(config)
         quiet = bool(config.fast_dev_run)
+        folder = Path(config.default_root_dir or ROOT)
+        if not quiet:
+            folder, is_new = run_folder(self.subcommand, self.resolved.checkpoint, folder)
+            self._new_folder = folder if is_new else None
         if self.subcommand == "fit" and not quiet:
-            _announce_if_never_validated(config)
-        root = Path(config.default_root_dir or ROOT)
-        folder = root if quiet else self._run_folder(root)
-        if self.subcommand == "fit" and not quiet and not is_child() and self._is_first():
-            self._lock = RunLock(folder)
+            announce_if_never_validated(config)
+            if not is_child() and is_first():
+                self._lock = RunLock(folder)
         kwargs["default_root_dir"] = str(folder)
         # An interval in batches counts across epochs, so it may exceed an epoch; Lightning fails if both are numbers.
         if not isinstance(config.val_check_interval, int):
@@ -525,9 +379,9 @@ class CLI(LightningCLI):
             )
         if config.devices == "auto" and self.subcommand in ("predict", "generate"):
             kwargs["devices"] = 1  # else all GPUs of the machine, and these commands run on one process
-        kwargs["plugins"] = [*_as_list(config.plugins), AtomicCheckpointIO(self._reader())]
-        kwargs["logger"] = False if quiet else _loggers(config.logger, folder)
-        trainer_callbacks = _as_list(config.callbacks)
+        kwargs["plugins"] = [*as_list(config.plugins), AtomicCheckpointIO(self._reader())]
+        kwargs["logger"] = False if quiet else loggers(config.logger, folder)
+        trainer_callbacks = as_list(config.callbacks)
         kwargs["callbacks"] = [*trainer_callbacks, *self._standard_callbacks(config, quiet, kwargs)]
         if any(isinstance(callback, callbacks.ParameterSummary) for callback in kwargs["callbacks"]):
             kwargs["enable_model_summary"] = False  # else Lightning logs a remark
@@ -562,7 +416,7 @@ class CLI(LightningCLI):
         return read
 
     def _standard_callbacks(self, config: Any, quiet: bool, kwargs: dict[str, Any]) -> list[pl.Callback]:
-        given = {type(callback) for callback in _as_list(config.callbacks)}
+        given = {type(callback) for callback in as_list(config.callbacks)}
         standard: list[pl.Callback] = []
         if config.enable_progress_bar is not False and not any(issubclass(t, pl.callbacks.ProgressBar) for t in given):
             standard.append(callbacks.ProgressBar())
@@ -580,43 +434,13 @@ class CLI(LightningCLI):
         standard += [
             callbacks.RandomStates(restore=seed_kept),
             callbacks.CostLog(),
-            Configuration(self.settings(), self.arguments.typed, _own_loggers(config.logger)),
+            Configuration(self.settings(), self.arguments.typed, own_loggers(config.logger)),
         ]
         if kwargs["logger"] and LearningRateMonitor not in given:
             standard.append(LearningRateMonitor("step"))
         if config.enable_checkpointing is not False and not quiet:
             standard.append(self.config_init[self.subcommand].checkpoint)
         return standard
-
-    def _run_folder(self, root: Path) -> Path:
-        """Return the folder that this process writes to.
-
-        Training from the last checkpoint of a run resumes that run, and scoring and sampling write into the run of
-        their checkpoint. Otherwise a new run begins.
-        """
-        if RUN in os.environ and is_child():
-            return Path(os.environ[RUN])
-        checkpoint = self.resolved.checkpoint
-        folder = output_folder(checkpoint, root) if checkpoint else None
-        if (
-            checkpoint is None
-            or folder is None
-            or (self.subcommand == "fit" and checkpoint.name not in (LAST, PREVIOUS))
-        ):
-            # If another program (torchrun) started all processes, the first creates the folder; only it writes.
-            folder = new_run(root, Path(ROOT)) if self._is_first() else root / "of another process"
-            self._new_folder = folder if self._is_first() else None
-        elif self.subcommand != "fit":
-            folder.mkdir(parents=True, exist_ok=True)  # of a shipped model
-            folder = _writable(check_contained(folder))
-        else:
-            check_contained(folder)
-        os.environ[RUN] = str(folder)
-        return folder
-
-    @staticmethod
-    def _is_first() -> bool:
-        return getattr(rank_zero_only, "rank", 0) == 0  # Lightning sets it from what launchers put in the environment
 
     # --------------------------------------------------------------------------------------------------- the commands
 
@@ -658,7 +482,7 @@ class CLI(LightningCLI):
     def fit(self, **kwargs: Any) -> None:
         """Train. If a new run fails before its first step, its folder is deleted."""
         try:
-            self.trainer.fit(**kwargs)
+            self.trainer.fit(**self._with_checkpoint(kwargs))
         except BaseException as error:
             folder = self._new_folder
             if folder is not None and self.trainer.global_step == 0 and not any(folder.rglob("*.ckpt")):
@@ -679,6 +503,17 @@ class CLI(LightningCLI):
             rank_zero_info("There was no validation in this run, so there is no best.ckpt")
         elif now is not None:
             rank_zero_info(f"{best.monitor} was never finite: there is no best.ckpt")
+
+    def _with_checkpoint(self, given: dict[str, Any]) -> dict[str, Any]:
+        return {**given, "ckpt_path": self.config[self.subcommand].ckpt_path}
+
+    def validate(self, **kwargs: Any) -> None:
+        """Score the validation data, without Lightning's table of results."""
+        self.trainer.validate(**self._with_checkpoint(kwargs), verbose=False)
+
+    def test(self, **kwargs: Any) -> None:
+        """Score the test data, without Lightning's table of results."""
+        self.trainer.test(**self._with_checkpoint(kwargs), verbose=False)
 
     def after_test(self) -> None:
         """Print the metrics, one line each."""
@@ -701,7 +536,7 @@ class CLI(LightningCLI):
         if self.trainer.world_size > 1:
             raise ValueError(f"predict runs on one process, not {self.trainer.world_size}: give --trainer.devices 1")
         with few_threads(self.model) if self.model.predicts_by_steps else nullcontext():
-            predictions: Any = self.trainer.predict(**{**kwargs, "return_predictions": True})
+            predictions: Any = self.trainer.predict(**{**self._with_checkpoint(kwargs), "return_predictions": True})
         folder = new_folder(Path(self.trainer.default_root_dir), "predictions")
         print(printable(self.model.write_predictions(predictions, folder)))
 
@@ -712,111 +547,7 @@ class CLI(LightningCLI):
         assert isinstance(self.trainer, Trainer)
         options = {name: self.config_init[self.subcommand][name] for name in flags()}
         with few_threads(self.model):
-            print(printable(self.trainer.generate(**kwargs, **options)))
-
-
-class Configuration(pl.Callback):
-    """Writes all settings into the folder of the run, and once to loggers of the user's own.
-
-    Args:
-        settings: The result of `CLI.settings`.
-        args: The arguments of the command, by which a restarted SLURM job finds its run.
-        loggers: The loggers that get the settings when the run begins.
-    """
-
-    def __init__(
-        self,
-        settings: dict[str, Any],
-        args: list[str],
-        loggers: Sequence[Logger] = (),
-    ) -> None:
-        self.settings = settings
-        self.args = args
-        self.loggers = loggers
-
-    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Write `config.yaml`, or `config_resumed_N.yaml` in a resumed run."""
-        if not trainer.is_global_zero or getattr(trainer, "fast_dev_run", False):
-            return
-        folder = Path(trainer.default_root_dir)
-        folder.mkdir(parents=True, exist_ok=True)
-        slurm.record_job(folder, self.args)
-        path, attempt = folder / "config.yaml", 0
-        if not path.exists():  # MLflow rejects a parameter whose value changes, as those of a resumed run may
-            for logger in self.loggers:
-                logger.log_hyperparams(flat(self.settings))
-        while path.exists():
-            attempt += 1
-            path = folder / f"config_resumed_{attempt}.yaml"
-        path.write_text(marked(dump_yaml(self.settings)), encoding="utf-8", newline="\n")
-
-
-def _writable(run: Path) -> Path:
-    """Return the folder of a run if it is writable, else one in the current folder with the run's name."""
-    try:
-        with tempfile.TemporaryFile(dir=run):
-            return run
-    except OSError as error:
-        other = Path.cwd() / f"{run.parent.name}_{run.name}"
-        other.mkdir(exist_ok=True)
-        rank_zero_info(f"{short(run)} can't be written to ({error.strerror}): results go to {short(other)}")
-        return other
-
-
-def _direct(value: Any) -> Any:
-    """Return `value` with factories that call their class itself: jsonargparse's hold the parser and the command."""
-    if type(value) is dict:
-        return {key: _direct(item) for key, item in value.items()}
-    if type(value) in (list, tuple):
-        return type(value)(_direct(item) for item in value)
-    if type(value) is partial and value.func.__module__.startswith("jsonargparse."):
-        _, kind, *args = value.args  # after the instantiator
-        return partial(kind, *_direct(args), **_direct(value.keywords))
-    return value
-
-
-def _check_trainer(config: Any) -> None:
-    """Reject values that Lightning accepts and on which it fails later."""
-    for name in ("max_steps", "max_epochs", "val_check_interval"):
-        if config[name] == 0:
-            raise ValueError(f"--trainer.{name} 0: give at least 1" + (", or -1 for no limit" if "max" in name else ""))
-    for callback in _as_list(config.callbacks):
-        if isinstance(callback, (pl.callbacks.LearningRateFinder, pl.callbacks.BatchSizeFinder)):
-            raise ValueError(
-                f"{type(callback).__name__} sets an attribute that nothing here reads: try several values of "
-                "--model.optimizer.lr (also: lit-effattn sweep --lr) or --data.batch_size"
-            )
-    if config.accumulate_grad_batches < 1:
-        raise ValueError(f"--trainer.accumulate_grad_batches {config.accumulate_grad_batches} must be at least 1")
-    if (config.gradient_clip_val or 0) < 0:
-        raise ValueError(
-            f"--trainer.gradient_clip_val {config.gradient_clip_val:g} must be at least 0, or null for no clipping"
-        )
-    if isinstance(config.devices, str) and not re.fullmatch(r"auto|-?\d+|\d+(, ?\d+)*,?", config.devices):
-        raise ValueError(f"--trainer.devices {config.devices}: give a number of devices, a list of them, or auto")
-    if Path(config.default_root_dir or ROOT).is_file():
-        raise ValueError(f"--trainer.default_root_dir {config.default_root_dir} is a file; name a folder")
-
-
-def _announce_if_never_validated(config: Any) -> None:
-    """Print a line if training ends before its first validation, which is what saves best.ckpt."""
-    every, n_batches = config.val_check_interval, config.max_steps * config.accumulate_grad_batches
-    if isinstance(every, int) and config.limit_val_batches != 0 and 0 <= n_batches < every:
-        rank_zero_info(
-            f"There will be no validation and no best.ckpt: --trainer.val_check_interval {every} is more than the "
-            f"{n_batches} training batches that --trainer.max_steps {config.max_steps} allows"
-        )
-
-
-def integers_first(parser: LightningArgumentParser) -> None:
-    """Make each option that takes integers and floats try integers first: 1 batch is not 1.0, all batches.
-
-    Until Python 3.10, typing may return a cached `float | int` for `int | float`, since they are equal.
-    """
-    for action in parser._actions:
-        types = get_args(getattr(action, "_typehint", None))
-        if int in types and float in types[: types.index(int)]:
-            vars(action)["_typehint"] = Union[tuple(sorted(types, key=lambda kind: kind is not int))]  # noqa: UP007
+            print(printable(self.trainer.generate(**self._with_checkpoint(kwargs), **options)))
 
 
 def _without_tuples(value: Any) -> Any:
@@ -827,25 +558,3 @@ def _without_tuples(value: Any) -> Any:
 def _cut(value: Any) -> str:
     text = repr(value)
     return text if len(text) < 80 else f"{text[:77]}…"
-
-
-def _loggers(given: Any, folder: Path) -> list[Logger]:
-    """Return the loggers of a run: the user's own, default TensorBoard's, and the CSV log that `compare` reads.
-
-    Args:
-        given: The option `trainer.logger`. False, or an empty list: no logger at all.
-        folder: The folder of the run.
-    """
-    if given is False or given == []:
-        return []
-    first = _own_loggers(given) or [TensorBoardLogger(folder, name="tensorboard", version="")]
-    return [*first, CSVLogger(folder, name="csv")]
-
-
-def _own_loggers(given: Any) -> list[Logger]:
-    """Return the loggers that the user named in the option `trainer.logger`."""
-    return [] if isinstance(given, bool) else _as_list(given)
-
-
-def _as_list(value: Any) -> list[Any]:
-    return [] if value is None else list(value) if isinstance(value, list) else [value]

@@ -7,19 +7,21 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from jsonargparse import ActionConfigFile
 from lightning.pytorch import LightningDataModule
-from lightning.pytorch.cli import LightningArgumentParser
 from torch import Tensor
 
 from lit_effattn.checkpoints.printable import printable
 from lit_effattn.checkpoints.runs import named_or_new, short
+from lit_effattn.cli.parser import Parser
 from lit_effattn.datamodules import IGNORE, PairBatch, SpeechBatch, TokenBatch
 from lit_effattn.datamodules.common.files import walk
 from lit_effattn.datamodules.text.tokenizers import Tokenizer
 from lit_effattn.drawing import images as pictures
 from lit_effattn.settings.arguments import Arguments
-from lit_effattn.settings.building import Builder
+from lit_effattn.settings.building import build_data
 from lit_effattn.settings.own_classes import TRUST
+from lit_effattn.settings.resume import SECTIONS
 from lit_effattn.settings.run_names import ROOT
 
 N_SAMPLES = 3
@@ -27,7 +29,7 @@ N_IMAGES = 16
 _SHOWN = 300  # characters of a text
 
 
-def show_data(arguments: Arguments, parser: LightningArgumentParser) -> None:
+def show_data(arguments: Arguments, parser: Parser) -> None:
     """Print a description of the data of a configuration.
 
     Args:
@@ -36,30 +38,25 @@ def show_data(arguments: Arguments, parser: LightningArgumentParser) -> None:
         parser: An empty parser.
 
     Raises:
+        UsageError: If a setting is invalid.
         ValueError: If no data are named, or they are invalid.
         FileNotFoundError: If they are missing.
     """
     add_options(parser)
-    given = [(key, value) for file in arguments.files for key, value in file.content.items() if value]
-    specs = [
-        (f"--{key}", json.dumps(value, ensure_ascii=False)) for key, value in given if key.partition(".")[0] == "data"
-    ]
-    config = parser.parse_args([*(arg for spec in specs for arg in spec), *arguments.remaining])
+    config = parser.parse(arguments.for_parser(root=None)[1:], arguments)
     if not config.get("data"):
         raise ValueError("no data are named: give --config NAME_OR_FILE, or --data CLASS")
-    builder = Builder(lambda kind, *args, **kwargs: kind(*args, **kwargs))
-    parser.add_instantiator(builder, object)
-    with builder.errors():
-        data = parser.instantiate_classes(config).data
-    for line in describe(data, None if config.output is None else Path(config.output)):
+    for line in describe(build_data(config.data), None if config.output is None else Path(config.output)):
         print(printable(line))
 
 
-def add_options(parser: LightningArgumentParser) -> None:
-    """Add the options of `lit-effattn data`, without `--config`. `Arguments` reads `--trust` itself."""
+def add_options(parser: Parser) -> None:
+    """Add the options of `lit-effattn data`."""
+    parser.add_argument("--config", action=ActionConfigFile)
     parser.add_subclass_arguments(LightningDataModule, "data")
     parser.add_argument("--output", type=str | None, default=None, help="Folder for the pictures. Default: a new one.")
     parser.add_argument("--trust", type=list[str] | None, default=None, metavar="NAME", help=TRUST)
+    parser.ignore(["name", "ckpt_path", *sorted(SECTIONS - {"data"})])
 
 
 def describe(data: LightningDataModule, output: Path | None) -> Iterator[str]:

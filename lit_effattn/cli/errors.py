@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
 from difflib import get_close_matches
-from pathlib import Path
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 import lightning.pytorch as pl
@@ -28,11 +26,12 @@ from lit_effattn.checkpoints.trust import find
 from lit_effattn.hparams import parameters
 from lit_effattn.nn.lstm import LSTM
 from lit_effattn.nn.transformer import Transformer
-from lit_effattn.settings.arguments import FILES, Arguments, Settings, content_of, load_yaml, names_in
+from lit_effattn.settings.arguments import Arguments, Settings
 from lit_effattn.settings.own_classes import subclasses
-from lit_effattn.settings.resume import OF_FIT
+from lit_effattn.settings.resume import OF_FIT, SECTIONS
 from lit_effattn.settings.shipped import shipped
 from lit_effattn.settings.trainer import Trainer
+from lit_effattn.settings.yaml_text import FILES, load_yaml
 from lit_effattn.tasks import Task
 from lit_effattn.tasks.options import flags
 
@@ -51,48 +50,6 @@ _CLASSES_OF = ("lit_effattn", "lightning", "torch")
 _MOST = 16  # names of classes that a message lists
 
 
-@dataclass
-class _Node:
-    """Settings of one option: a value, the name of a class and its options, or a list of these."""
-
-    value: Any = None
-    options: dict[str, _Node] = field(default_factory=dict)
-    items: list[_Node] | None = None
-
-    def at(self, names: Iterable[str]) -> _Node:
-        """Return the node at a path, which is created."""
-        node = self
-        for name in names:
-            node = (node.items[-1] if node.items else node).options.setdefault(name, _Node())
-        return node
-
-    def add(self, key: Any, value: Any, folder: Path) -> None:
-        """Add a setting: see `Settings`."""
-        node = self.at(names_in(key))
-        if str(key).endswith("+"):
-            node.items = node.items or []
-            for item in value if isinstance(value, list) else [value]:
-                node.items.append(_Node())
-                node.items[-1].put(item, folder)
-        else:
-            node.put(value, folder)
-
-    def put(self, value: Any, folder: Path) -> None:
-        """Set the value. Another class drops the options of the one before."""
-        value, folder = content_of(value, folder)
-        if isinstance(value, Mapping):
-            for key in sorted(value, key=lambda key: key != "class_path"):
-                self.add(key, value[key], folder)
-        elif isinstance(value, list):
-            self.value, self.items = value, [_Node() for _ in value]
-            for node, item in zip(self.items, value, strict=True):
-                node.put(item, folder)
-        else:
-            if str(value).rpartition(".")[2] != str(self.value).rpartition(".")[2]:
-                self.options = {}
-            self.value, self.items = value, None
-
-
 def fault(arguments: Arguments, known: Collection[str], run: Mapping[str, Any] | None = None) -> str | None:
     """Return the message for the first wrong setting, else for the first missing one; None if none is found.
 
@@ -103,12 +60,6 @@ def fault(arguments: Arguments, known: Collection[str], run: Mapping[str, Any] |
     """
     known = {*known, "config", "print_config", "help"}
     roots = {name.partition(".")[0] for name in known}
-    unused = {*OF_FIT, *_ROOTS, *_GROUPS, "seed_everything"} - roots  # a file serves all commands
-    root = _Node()
-    for settings in (Settings((run or {}).items()), *arguments.files, arguments.flags):
-        for key, value in settings.pairs:
-            if settings is arguments.flags or not unused & {*names_in(key)[:1]}:
-                root.add(key, value, settings.folder)
     wrong, missing = list[str](), list[str]()
     for option in arguments.options:
         if not option.key and (name := option.args[0]) in arguments.remaining:
@@ -117,16 +68,18 @@ def fault(arguments: Arguments, known: Collection[str], run: Mapping[str, Any] |
     hints = get_type_hints(getattr(Trainer, arguments.command, object))
     if arguments.command == "generate":
         hints |= {name: option.annotation for name, option in flags().items()}
-    for name, node in root.options.items():
-        if name in OF_FIT and name not in roots:
-            wrong.append(f"there is no option --{'.'.join([name, *_first(node)])} here: it is one of fit")
-        elif name not in roots:
-            wrong.append(_no_option(".".join([name, *_first(node)]), known))
-        elif name in _GROUPS:
+    stated = arguments.over(run or {}).options
+    for name, node in stated.items():
+        if name in _GROUPS and name in roots:
             _add_options(node, name, _GROUPS[name], parameters(_GROUPS[name]), wrong, missing)
-        else:
+        elif name in roots:
             _add(node, name, _ROOTS.get(name) or hints.get(name), wrong, missing)
-    if arguments.command == "fit" and not {"model", "data"} <= root.options.keys():
+        elif name in arguments.flags.options or name not in SECTIONS:  # a file serves all commands
+            path = ".".join([name, *_first(node)])
+            wrong.append(
+                f"there is no option --{path} here: it is one of fit" if name in OF_FIT else _no_option(path, known)
+            )
+    if arguments.command == "fit" and not {"model", "data"} <= stated.keys():
         missing.append(
             "fit needs a model and data: give --config with a shipped configuration, such as digits_linear, or a file "
             "of your own; or --model and --data"
@@ -134,13 +87,13 @@ def fault(arguments: Arguments, known: Collection[str], run: Mapping[str, Any] |
     return next(iter([*wrong, *missing]), None)
 
 
-def _first(node: _Node) -> Iterator[str]:
+def _first(node: Settings) -> Iterator[str]:
     for name, inside in [*node.options.items()][:1]:
         yield name
         yield from _first(inside)
 
 
-def _add(node: _Node, path: str, hint: Any, wrong: list[str], missing: list[str]) -> None:
+def _add(node: Settings, path: str, hint: Any, wrong: list[str], missing: list[str]) -> None:
     """Add the messages for an option with this type, and for the options of the classes that it names."""
     bases = _bases(hint)
     if not bases:
@@ -161,7 +114,7 @@ def _add(node: _Node, path: str, hint: Any, wrong: list[str], missing: list[str]
 
 
 def _add_options(
-    node: _Node, path: str, kind: type, accepted: dict[str, Any], wrong: list[str], missing: list[str]
+    node: Settings, path: str, kind: type, accepted: dict[str, Any], wrong: list[str], missing: list[str]
 ) -> None:
     """Add the messages for the options of a class, which accepts these parameters."""
     for name, inside in node.options.items():

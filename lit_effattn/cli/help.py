@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from difflib import get_close_matches
 from typing import Any, get_args, get_origin, get_type_hints
 
@@ -22,6 +21,7 @@ _TITLES = {
     "data": "data (the options of a class: --data.help PixelSequences)",
     "checkpoint": "checkpoints",
     "ckpt_path": "a checkpoint to start from",
+    "output": "where the result is written",
     "trainer": "Lightning's trainer",
 }
 """Titles of the groups of options, by the first name in a group, in the order of the help."""
@@ -29,33 +29,32 @@ _HIDDEN = ("trainer", "linked")
 _MORE = "Lightning's trainer has more options, such as --trainer.max_epochs: lit-effattn {} --help all"
 
 
-@contextmanager
-def arranged(parser: ArgumentParser, command: str, *, all_options: bool) -> Iterator[None]:
-    """Arrange the groups of options in the order of `_TITLES`, within this context.
+def arranged(text: str, command: str, *, all_options: bool) -> str:
+    """Return the help of a command with its groups of options in the order of `_TITLES`.
 
     Args:
-        parser: The parser of the command.
+        text: The help as argparse formats it: usage, description, and groups with blank lines between.
         command: The command.
         all_options: Whether the options of Lightning's trainer are shown.
     """
-    groups, epilog = parser._action_groups, parser.epilog
-    titles = [group.title for group in groups]
-    by_root = {_root(group): group for group in groups if group._group_actions}
+    usage, about, *groups = re.split(r"\n\n(?=\S)", text.rstrip())
+    by_root = {_root(group): group for group in groups}
     order = [root for root in _TITLES if root in by_root] + [root for root in by_root if root not in _TITLES]
-    for root in order:
-        by_root[root].title = _TITLES.get(root, by_root[root].title)
-    parser._action_groups = [by_root[root] for root in order if all_options or root not in _HIDDEN]
-    parser.epilog = None if all_options else _MORE.format(command)
-    try:
-        yield
-    finally:
-        parser._action_groups, parser.epilog = groups, epilog
-        for group, title in zip(groups, titles, strict=True):
-            group.title = title
+    shown = [root for root in order if all_options or root not in _HIDDEN]
+    for root in _TITLES.keys() & by_root.keys():
+        by_root[root] = re.sub(r"\A.*", f"{_TITLES[root]}:", by_root[root])
+    return (
+        "\n\n".join(
+            [usage, about, *(by_root[root] for root in shown), *([] if all_options else [_MORE.format(command)])]
+        )
+        + "\n"
+    )
 
 
-def _root(group: Any) -> str:
-    return "linked" if group.title == "Linked arguments" else str(group._group_actions[0].dest).split(".")[0]
+def _root(group: str) -> str:
+    """Return the first name of the options in a group."""
+    option = re.search(r"^  (?:-\w[^-]*)?--(\w+)", group, re.MULTILINE)
+    return option[1] if option else "linked"
 
 
 def class_help(arguments: Arguments, new_parser: Callable[[], ArgumentParser]) -> bool:

@@ -1,5 +1,7 @@
-"""The command line and the YAML files that it names, read once: the settings that the user gives, in any form.
+"""What the user's words state, before they are parsed: the run and the checkpoint are found by it.
 
+jsonargparse parses all settings at once, and does not tell which of them the user gave. Before it parses, a command
+has to know the run whose configuration comes first; afterwards it has to know which settings came from which words.
 Each of these gives `model.backbone.attention.stride`:
 
     --model.backbone.attention.stride 4
@@ -8,25 +10,23 @@ Each of these gives `model.backbone.attention.stride`:
     --model.backbone transformer.yaml
     --config run.yaml
 
-The path of a setting is its flag without `--`, `init_args` and `class_path`. Values are not checked here: jsonargparse
-gets the same flags and files, and reports errors in them.
+The path of a setting is its flag without `--`, `init_args` and `class_path`. Values are not checked here.
 """
 
 from __future__ import annotations
 
-import json
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import yaml
-from jsonargparse import get_loader
 
-from lit_effattn.checkpoints.plain_yaml import MAX_BYTES, OutOfBoundsError, check_bounds
-from lit_effattn.checkpoints.trust import Trust, may_name_modules
+from lit_effattn.checkpoints.plain_yaml import OutOfBoundsError
+from lit_effattn.checkpoints.trust import Trust
 from lit_effattn.settings.shipped import find_config
+from lit_effattn.settings.yaml_text import content_of, dump_yaml, load_yaml, read_yaml
 
 _FLAG = re.compile(r"(-[ch]|--[\w.-]+)(\+?)(?:=(.*))?", re.DOTALL)
 _NO_VALUE = re.compile(r"--[\w.-]+\+?=.*|-[^\s\d.]\S*", re.DOTALL)
@@ -34,48 +34,117 @@ _NO_VALUE = re.compile(r"--[\w.-]+\+?=.*|-[^\s\d.]\S*", re.DOTALL)
 _SHORT = {"-c": "--config", "-h": "--help"}
 _WRAPPERS = ("init_args", "dict_kwargs", "class_path")
 """Keys between a class and its options, which a path leaves out."""
-FILES = (".yaml", ".yml", ".json")
-"""How the names of files of settings end."""
 _DEPTH = 20
-"""The maximal number of names in a path, since a file may name itself."""
+"""The maximal number of files and mappings within each other, since a file may name itself."""
 
 
-_load = get_loader("yaml")
+class Settings:
+    """What is stated of one option: a value, a class and its options, or a list of these.
 
+    Args:
+        pairs: Keys such as `model`, `model.backbone.init_args.d_model` or `trainer.callbacks+`, and their values.
+        folder: The folder to which names of files in the values are relative.
 
-def load_yaml(text: str) -> Any:
-    """Parse YAML as jsonargparse does, for which 1e-3 is a number, within the bounds of `check_bounds`.
-
-    Raises:
-        OutOfBoundsError: If it is out of bounds.
-        RepeatedKeyError: If a mapping has a key twice.
-        yaml.YAMLError: If it is not YAML.
+    Attributes:
+        raw: The last value as it is stated, which may be the name of a file of settings.
+        value: The last value, the name of a class, or a list; None if only options are stated.
+        options: The options of the class, by their names. Another class drops those of the one before.
+        items: Those of the list; None if there is none.
+        is_given: Whether the option itself is stated, and not only its options, or an item that is appended.
     """
-    if "*" in text or ":" in text or len(text) > MAX_BYTES:  # else it has neither keys nor aliases
-        check_bounds(text)
-    may_name_modules(text)
-    try:
-        return _load(text)
-    except RecursionError as error:  # of PyYAML without libyaml
-        raise OutOfBoundsError("it is nested too deeply") from error
+
+    def __init__(self, pairs: Iterable[tuple[Any, Any]] = (), folder: Path = Path()) -> None:
+        self.raw: Any = None
+        self.value: Any = None
+        self.options: dict[str, Settings] = {}
+        self.items: list[Settings] | None = None
+        self.is_given = False
+        self._n_given = 0  # items that were not appended
+        self.update(pairs, folder)
+
+    def update(self, pairs: Iterable[tuple[Any, Any]], folder: Path = Path()) -> None:
+        """State more, which takes precedence."""
+        for key, value in pairs:
+            self._add(key, value, folder, 0)
+
+    def _add(self, key: Any, value: Any, folder: Path, depth: int) -> None:
+        node = self
+        for name in str(key).rstrip("+").split("."):
+            if name and name not in _WRAPPERS:
+                node = (node.items[-1] if node.items else node).options.setdefault(name, Settings())
+        if not str(key).endswith("+"):
+            node._put(value, folder, depth)
+            return
+        value, folder = content_of(value, folder)
+        node.items = node.items or []
+        for item in value if isinstance(value, list) else [value]:
+            node.items.append(Settings())
+            node.items[-1]._put(item, folder, depth)
+
+    def _put(self, value: Any, folder: Path, depth: int) -> None:
+        if depth > _DEPTH:
+            return
+        self.raw, self.is_given = value, True
+        value, folder = content_of(value, folder)
+        if isinstance(value, Mapping):
+            for key in sorted(value, key=lambda key: key != "class_path"):
+                self._add(key, value[key], folder, depth + 1)
+            return
+        if isinstance(value, list) or _bare(value) != _bare(self.value):
+            self.options = {}
+        self.value, self.items, self._n_given = value, None, 0
+        if isinstance(value, list):
+            self.items, self._n_given = [Settings() for _ in value], len(value)
+            for node, item in zip(self.items, value, strict=True):
+                node._put(item, folder, depth + 1)
+
+    def at(self, path: str, *, appended: bool = True) -> list[Settings]:
+        """Return what is stated at a path, which leads through all items of a list, or those that were not appended."""
+        found = [self]
+        for name in path.split("."):
+            parts = [part for node in found for part in node.parts(appended=appended)]
+            found = [part.options[name] for part in parts if name in part.options]
+        return found
+
+    def parts(self, *, appended: bool = True) -> list[Settings]:
+        """Return this one and the items of its list, with those that were appended or without."""
+        return [self, *(self.items or [])[: None if appended else self._n_given]]
+
+    def given(self, path: str) -> bool:
+        """Return whether the setting at `path` is given. An item that is appended to a list does not give the list."""
+        return any(node.is_given for node in self.at(path, appended=False))
+
+    def values(self, path: str) -> list[Any]:
+        """Return the values at `path`: several, if it leads through a list. A number in a flag is its text."""
+        return [node.raw for node in self.at(path) if node.is_given]
+
+    def text(self, path: str) -> str | None:
+        """Return the value at `path` as text, None if there is none or it is null."""
+        value = next(reversed([node.raw for node in self.at(path, appended=False) if node.is_given]), None)
+        return None if value is None else str(value)
+
+    def classes(self, path: str) -> list[str]:
+        """Return the bare names of the classes that are given at `path`."""
+        return [name for node in self.at(path) for name in node.names()]
+
+    def names(self) -> list[str]:
+        """Return the bare names of the class, or of those in the list."""
+        if self.items is not None:
+            return [name for item in self.items for name in item.names()]
+        return [_bare(self.value)] if re.fullmatch(r"[^\W\d][\w.]*", str(self.value)) and self.value is not None else []
+
+    def named(self, path: str = "") -> Iterator[tuple[str, list[str]]]:
+        """Yield the path of each setting that may name a class, or a list of them, and their bare names."""
+        for name, node in self.options.items():
+            inside = f"{path}.{name}".removeprefix(".")
+            if names := node.names():
+                yield inside, names
+            for part in node.parts():
+                yield from part.named(inside)
 
 
-class _Dumper(yaml.SafeDumper):
-    """Writes what `load_yaml` reads as the same value."""
-
-
-# Words of an enumeration of strings, such as the default of Lightning's `Timer`.
-_Dumper.add_multi_representer(str, lambda dumper, text: dumper.represent_str(str.__str__(text)))
-# The text 1e3 needs quotes, since jsonargparse reads it as a number.
-_Dumper.add_implicit_resolver(
-    "tag:yaml.org,2002:float", re.compile(r"[-+]?[0-9][0-9_]*[eE][-+]?[0-9]+$"), [*"-+0123456789"]
-)
-
-
-def dump_yaml(settings: Any) -> str:
-    """Return settings as YAML."""
-    text: str = yaml.dump(settings, Dumper=_Dumper, default_flow_style=False, allow_unicode=True, sort_keys=False)
-    return text
+def _bare(name: Any) -> str:
+    return str(name).rpartition(".")[2]
 
 
 class Option(NamedTuple):
@@ -92,135 +161,6 @@ class Option(NamedTuple):
     args: Sequence[str]
 
 
-class Settings:
-    """Settings in the order in which they are given.
-
-    Args:
-        pairs: Keys such as `model`, `model.backbone.init_args.d_model` or `trainer.callbacks+`, and their values.
-        folder: The folder to which names of files in the values are relative.
-    """
-
-    def __init__(self, pairs: Iterable[tuple[str, Any]] = (), folder: Path = Path()) -> None:
-        self.pairs = [*pairs]
-        self.folder = folder
-
-    def given(self, path: str) -> bool:
-        """Return whether the setting at `path` is given. An item that is appended to a list does not give the list."""
-        return any(not match.appended for match in self._find(path))
-
-    def value(self, path: str) -> Any:
-        """Return the last value at `path`, None without one. A number in a flag is its text."""
-        return next(reversed([match.value for match in self._find(path) if not match.appended]), None)
-
-    def text(self, path: str) -> str | None:
-        """Return the last value at `path` as text, None if there is none or it is null."""
-        value = self.value(path)
-        return None if value is None else str(value)
-
-    def values(self, path: str) -> list[Any]:
-        """Return all values at `path`, including items of lists and appended values."""
-        return [match.value for match in self._find(path)]
-
-    def classes(self, path: str) -> list[str]:
-        """Return the bare names of the classes that are given at `path`."""
-        return [name for match in self._find(path) for name in _class_names(content_of(match.value, match.folder)[0])]
-
-    def named(self) -> Iterator[tuple[str, list[str]]]:
-        """Yield the path of each setting that may name a class, or a list of them, and their bare names."""
-        return _named(self.pairs, [], self.folder)
-
-    def _find(self, path: str) -> Iterator[_Match]:
-        return _find(self.pairs, names_in(path), self.folder, appended=False)
-
-
-class _Match(NamedTuple):
-    """A value, whether it is appended to a list, and the folder to which names of files in it are relative."""
-
-    value: Any
-    appended: bool
-    folder: Path
-
-
-def _find(pairs: Iterable[tuple[Any, Any]], names: list[str], folder: Path, *, appended: bool) -> Iterator[_Match]:
-    """Yield the values at the path `names`."""
-    for key, value in pairs:
-        own = names_in(key)
-        if names[: len(own)] != own:
-            continue
-        rest, appends = names[len(own) :], appended or str(key).endswith("+")
-        if not rest:
-            yield _Match(value, appends, folder)
-            continue
-        value, inside = content_of(value, folder) if own else (value, folder)
-        for item in value if isinstance(value, list) else [value]:
-            if isinstance(item, dict):
-                yield from _find(item.items(), rest, inside, appended=appends)
-
-
-def _named(pairs: Iterable[tuple[Any, Any]], before: list[str], folder: Path) -> Iterator[tuple[str, list[str]]]:
-    """Yield the paths that begin with `before`, and the classes that they may name."""
-    for key, value in pairs:
-        own = names_in(key)
-        path = [*before, *own]
-        value, inside = content_of(value, folder) if own else (value, folder)
-        if own and (names := _class_names(value)):
-            yield ".".join(path), names
-        for item in value if isinstance(value, list) else [value]:
-            if isinstance(item, dict) and len(path) <= _DEPTH:
-                yield from _named(item.items(), path, inside)
-
-
-def content_of(value: Any, folder: Path) -> tuple[Any, Path]:
-    """Return the content and the folder of the file that `value` names; `value` and `folder` if it names none.
-
-    Raises:
-        ValueError: If the file can't be read. A JSON file that can't is data.
-    """
-    if not isinstance(value, str) or not value.endswith(FILES):
-        return value, folder
-    path = folder / value
-    try:
-        content = _read(path, value)
-    except FileNotFoundError:
-        return value, folder
-    except ValueError:
-        if path.suffix == ".json":
-            return value, folder
-        raise
-    return (content, path.parent) if isinstance(content, (dict, list)) else (value, folder)
-
-
-def _with_absolute_names(value: Any, folder: Path) -> Any:
-    """Return a copy of `value` in which the names of files of settings are absolute."""
-    if isinstance(value, dict):
-        return {key: _with_absolute_names(item, folder) for key, item in value.items()}
-    if isinstance(value, list):
-        return [_with_absolute_names(item, folder) for item in value]
-    return value if content_of(value, folder)[0] is value else str((folder / value).absolute())
-
-
-def _read(path: Path, name: str) -> Any:
-    """Return what a YAML file holds.
-
-    Raises:
-        FileNotFoundError: If there is no such file.
-        ValueError: If it can't be read; the message begins with `name`.
-    """
-    try:
-        with path.open(encoding="utf-8") as file:
-            return load_yaml(file.read(MAX_BYTES + 1))
-    except FileNotFoundError:
-        raise
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{name} is not text: {error}") from error
-    except yaml.MarkedYAMLError as error:
-        mark = error.problem_mark
-        where = "" if mark is None else f" in line {mark.line + 1}, column {mark.column + 1}"
-        raise ValueError(f"{name} is not YAML{where}: {error.problem}") from error
-    except (OSError, ValueError, yaml.YAMLError) as error:
-        raise ValueError(f"{name} can't be read: {' '.join(str(error).split())}") from error
-
-
 class File(Settings):
     """The settings in a YAML file.
 
@@ -230,8 +170,8 @@ class File(Settings):
     """
 
     def __init__(self, path: str, content: dict[str, Any]) -> None:
-        super().__init__(content.items(), Path(path).parent)
-        self.path = path
+        self.path, self.folder = path, Path(path).parent
+        super().__init__(content.items(), self.folder)
         self.content = content
 
     @classmethod
@@ -242,7 +182,7 @@ class File(Settings):
             FileNotFoundError: If there is no such file.
             ValueError: If the file can't be read, or does not hold settings.
         """
-        content = _read(Path(path), f"--config {path}")
+        content = read_yaml(Path(path), f"--config {path}")
         if not isinstance(content, dict):
             kind = "nothing" if content is None else f"a {type(content).__name__}"
             raise ValueError(f"--config {path} holds {kind}, not settings such as `model:`, `data:` and `trainer:`")
@@ -252,18 +192,8 @@ class File(Settings):
             )
         return cls(path, content)
 
-    def without(self, names: Set[str]) -> str:
-        """Return the value of `--config` for the file without some sections: its path, or the others as JSON.
 
-        JSON has no folder, so names of files of settings in it are absolute.
-        """
-        kept = {key: value for key, value in self.content.items() if str(key).partition(".")[0] not in names}
-        if len(kept) == len(self.content):
-            return self.path
-        return json.dumps(_with_absolute_names(kept, self.folder), ensure_ascii=False)
-
-
-class Arguments(Settings):
+class Arguments:
     """A command with its flags and files. Flags take precedence over files, and a file over those before it.
 
     Args:
@@ -274,7 +204,7 @@ class Arguments(Settings):
         command: The command.
         typed: `args`.
         options: The flags and other arguments, in their order.
-        flags: The settings that flags give.
+        flags: What flags state.
         inputs: `predict`: the arguments that are not flags, which are to be predicted.
         remaining: The arguments without these, and without the flags that name files, the run and the checkpoint.
 
@@ -286,15 +216,12 @@ class Arguments(Settings):
         self.command = args[0]
         self.typed = [*args]
         self.options = [*_options(args[1:])]
-        self.flags = Settings(
-            (option.key, option.text if option.key in _TEXTS else _of_text(option))
-            for option in self.options
-            if option.key
-        )
         own = _OWN.get(self.command, _OWN_OF_RUNS)
         for option in self.options:
             if option.key in own and option.text is None:
                 raise ValueError(f"--{option.key.rstrip('+')} has no value: expected one argument")
+        self._pairs = [(option.key, _value(option)) for option in self.options if option.key]
+        self.flags = Settings(self._pairs)
         given = [option for option in self.options if self.command == "predict" and _is_input(option)]
         self.inputs = [option.args[0] for option in given]
         self.remaining = [
@@ -314,41 +241,44 @@ class Arguments(Settings):
         return [File.read(find_config(name)) for name in named]
 
     @cached_property
+    def stated(self) -> Settings:
+        """What files and flags state."""
+        return self.over({})
+
+    def over(self, run: Mapping[str, Any]) -> Settings:
+        """Return what the configuration of a run states, and files and flags that take precedence over it."""
+        stated = Settings(run.items())
+        for file in self.files:
+            stated.update(file.content.items(), file.folder)
+        stated.update(self._pairs)
+        return stated
+
+    @cached_property
     def trust(self) -> Trust:
         """The modules, classes and functions that the user trusts.
 
         Raises:
             ValueError: If a name is not that of one: see `Trust`.
         """
-        values = [value for value in self.values("trust") if value is not None]
-        return Trust([name for value in values for name in (value if isinstance(value, list) else [value])])
+        values = [file.content.get("trust") for file in self.files]
+        values += [value for key, value in self._pairs if key.rstrip("+") == "trust"]
+        return Trust([name for v in values if v is not None for name in (v if isinstance(v, list) else [v])])
 
-    def for_parser(self, *, without: Set[str], root: Path | None, run: Mapping[str, Any] | None = None) -> list[str]:
+    def for_parser(self, *, root: Path | None, run: Mapping[str, Any] | None = None) -> list[str]:
         """Return the arguments for jsonargparse: files, flags that were not read here, and the folder of the runs.
 
         Args:
-            run: The settings of a run of the user's, which files and flags override.
-            without: The sections of files that the command does not know.
             root: The folder of the runs; None for that of the flags or files.
+            run: The settings of a run of the user's, which files and flags override.
         """
         folder = self.flags.text("trainer.default_root_dir") if root is None else str(root)
-        configs = [arg for file in self.files for arg in ("--config", file.without(without))]
         return [
             self.command,
             *(["--config", dump_yaml(run)] if run else []),
-            *configs,
+            *(arg for file in self.files for arg in ("--config", file.path)),
             *self.remaining,
             *(["--trainer.default_root_dir", folder] if folder else []),
         ]
-
-    def named(self) -> Iterator[tuple[str, list[str]]]:
-        """Yield the paths and class names of the files, then of the flags: see `Settings.named`."""
-        for settings in (*self.files, self.flags):
-            yield from settings.named()
-
-    def _find(self, path: str) -> Iterator[_Match]:
-        for settings in (*self.files, self.flags):
-            yield from settings._find(path)
 
 
 _OWN_OF_RUNS = ("config", "trust", "trust+", "name", "ckpt_path", "trainer.default_root_dir", "average")
@@ -384,12 +314,14 @@ def _is_input(option: Option) -> bool:
     return not option.key and not option.args[0].startswith("-")
 
 
-def _of_text(option: Option) -> Any:
+def _value(option: Option) -> Any:
     """Return a flag's value: a list or a mapping, None for null, else the text.
 
     Raises:
         ValueError: If it is out of bounds.
     """
+    if option.key in _TEXTS:
+        return option.text
     try:
         content = load_yaml(option.text or "")
     except OutOfBoundsError as error:
@@ -397,16 +329,3 @@ def _of_text(option: Option) -> Any:
     except (ValueError, yaml.YAMLError):
         return option.text
     return content if isinstance(content, (dict, list)) else None if option.text == "null" else option.text
-
-
-def names_in(key: Any) -> list[str]:
-    """Return the names in the key of a setting, without those in `_WRAPPERS`."""
-    return [name for name in str(key).rstrip("+").split(".") if name and name not in _WRAPPERS]
-
-
-def _class_names(spec: Any) -> list[str]:
-    """Return the bare names of the classes in a spec, or in a list of specs."""
-    if isinstance(spec, list):
-        return [name for item in spec if not isinstance(item, list) for name in _class_names(item)]
-    named = spec.get("class_path") if isinstance(spec, dict) else spec
-    return [named.rpartition(".")[2]] if isinstance(named, str) and re.fullmatch(r"[^\W\d][\w.]*", named) else []

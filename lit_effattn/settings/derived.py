@@ -61,8 +61,8 @@ def set_strides(config: Namespace, arguments: Arguments, data: Callable[[], Any]
     """
     kinds = [kind for kind in _attentions(config) if _is_a(kind, SparseAttention)]
     named = {kind.class_path.rpartition(".")[2] for kind in kinds}
-    new = not resumes or any(name in named for name in arguments.classes(_ATTENTION))
-    if not kinds or not new or arguments.values(f"{_ATTENTION}.stride"):
+    new = not resumes or any(name in named for name in arguments.stated.classes(_ATTENTION))
+    if not kinds or not new or arguments.stated.values(f"{_ATTENTION}.stride"):
         return
     module = data()
     lengths = (getattr(module, name, None) for name in ("segment_len", "max_len", "length"))

@@ -20,15 +20,19 @@ from lit_effattn.checkpoints.runs import find_checkpoint, last_kept, run_of, sho
 from lit_effattn.checkpoints.shipped import is_model
 from lit_effattn.checkpoints.trust import find, imported, may_name_modules
 from lit_effattn.hparams import defaults, flat, subclasses
-from lit_effattn.settings.arguments import Arguments, dump_yaml
+from lit_effattn.settings.arguments import Arguments
 from lit_effattn.settings.run_names import root_of, stated_root
+from lit_effattn.settings.yaml_text import dump_yaml
 from lit_effattn.tasks import Task
 
 CHECKPOINT = "LIT_EFFATTN_CKPT_PATH"
 """Environment variable with the path of the checkpoint, set for the processes that DDP starts."""
 
 OF_FIT = ("checkpoint", "init_weights", "transfer_from")
-"""Sections of a YAML file that only `fit` uses. A file serves all commands."""
+"""Sections of a YAML file that only `fit` uses."""
+
+SECTIONS = {*OF_FIT, "model", "data", "trainer", "seed_everything"}
+"""Sections of a YAML file that a command ignores if it does not use them: a file serves all commands."""
 
 _OF_A_RUN = {
     True: ("seed_everything", "trainer", "model", "data", "checkpoint", "transfer_from"),
@@ -84,11 +88,10 @@ def resolve(arguments: Arguments) -> Resolved:
     fits = arguments.command == "fit"
     root = root_of(arguments)
     # Samples without `--complete` need no data on disk.
-    uses_data = arguments.command != "generate" or arguments.given("complete")
-    unknown = {*(() if fits else OF_FIT), *(() if uses_data else ("data",))}
+    uses_data = arguments.command != "generate" or arguments.stated.given("complete")
     folder = None if root == stated_root(arguments) else root
-    args = arguments.for_parser(without=unknown, root=folder)
-    name = arguments.text("ckpt_path")
+    args = arguments.for_parser(root=folder)
+    name = arguments.stated.text("ckpt_path")
     requeued = slurm.interrupted_checkpoint(root, arguments.typed) if fits else None
     parent = os.environ.get(CHECKPOINT) if is_child() else None  # None also if torchrun started all processes
     if requeued is not None and name is None:  # the same arguments began the run: its settings are known
@@ -107,7 +110,7 @@ def resolve(arguments: Arguments) -> Resolved:
             f"it with --init_weights {name}"
         )
     named = Path(parent) if parent else find_checkpoint(str(requeued or name), root)
-    average = None if fits else arguments.text("average")
+    average = None if fits else arguments.stated.text("average")
     averaged = [] if average is None else last_kept(named, _number(average))
     chosen = averaged[-1] if averaged else named
     checkpoint, content = read_intact(chosen, root, training=fits, verify=parent is None)
@@ -122,16 +125,18 @@ def resolve(arguments: Arguments) -> Resolved:
     else:
         may_name_modules(dump_yaml(config))
         config = _of_command(config, checkpoint, arguments, uses_data=uses_data)
-        args = arguments.for_parser(without=unknown, root=folder, run=config)
+        args = arguments.for_parser(root=folder, run=config)
     args += _inputs(arguments, config or {})
     # The user's own recordings or texts need no corpus: the checkpoint has the arguments that the data fixed.
-    own = arguments.inputs or any(arguments.given(f"data.{name}") for name in ("audio", "sources", "source_file"))
+    own = arguments.inputs or any(
+        arguments.stated.given(f"data.{name}") for name in ("audio", "sources", "source_file")
+    )
     return Resolved(
         [*args, "--ckpt_path", str(checkpoint)],
         checkpoint,
         content,
         config,
-        config is None and not arguments.classes("model"),
+        config is None and not arguments.stated.classes("model"),
         uses_data,
         uses_data and not own,
         requeued is not None,
@@ -150,13 +155,13 @@ def _of_command(config: dict[str, Any], checkpoint: Path, arguments: Arguments, 
     if not uses_data:
         taken.pop("data", None)
     # Without options that are given, so that a class that they replace need not be there.
-    trainer = {k: v for k, v in section(taken, "trainer").items() if not arguments.given(f"trainer.{k}")}
+    trainer = {k: v for k, v in section(taken, "trainer").items() if not arguments.stated.given(f"trainer.{k}")}
     if fits:
-        if arguments.given("transfer_from") and not config.get("transfer_from"):
+        if arguments.stated.given("transfer_from") and not config.get("transfer_from"):
             raise ValueError(
                 f"{short(checkpoint)} is not of an attention transfer: give --transfer_from without --ckpt_path"
             )
-        if (run := run_of(checkpoint)) is not None and not arguments.given("trainer.default_root_dir"):
+        if (run := run_of(checkpoint)) is not None and not arguments.stated.given("trainer.default_root_dir"):
             trainer = {**trainer, "default_root_dir": short(run.parent)}
     else:
         callbacks = trainer.get("callbacks") or []
@@ -186,12 +191,12 @@ def _check_lone(arguments: Arguments, checkpoint: Path, file: Path | None, *, us
     else:
         why = f"this account did not write {short(file)}, or it was changed: only the model of the checkpoint is used"
         remedy = "read that file, and accept it by --config; or give --config with {}"
-    if not arguments.classes("model"):
+    if not arguments.stated.classes("model"):
         if arguments.command == "fit":
             raise ValueError(f"{why}: {remedy.format('the model, the data and the trainer of this training')}")
         if given := next((o.key for o in arguments.options if o.key.split(".")[0] == "model"), None):
             raise ValueError(f"--{given}: {why}, and as it is: {remedy.format('the whole model')}")
-    if uses_data and not arguments.classes("data"):
+    if uses_data and not arguments.stated.classes("data"):
         raise ValueError(f"{why}: {remedy.format('the data')}")
     if file is not None:
         rank_zero_info(f"{why}: {remedy.format('other settings')}")
@@ -205,7 +210,7 @@ def _inputs(arguments: Arguments, config: dict[str, Any]) -> list[str]:
     """
     if not arguments.inputs:
         return []
-    named = arguments.classes("data") or [str(section(config, "data").get("class_path")).rpartition(".")[2]]
+    named = arguments.stated.classes("data") or [str(section(config, "data").get("class_path")).rpartition(".")[2]]
     kinds = {kind.__name__: kind for kind in subclasses(pl.LightningDataModule)}
     option = getattr(kinds.get(named[-1]), "takes_inputs", None)
     if option is None:

@@ -29,7 +29,7 @@ def add_root(parser: argparse.ArgumentParser) -> None:
 
 def stated_root(arguments: Arguments) -> Path:
     """Return the folder that flags or files name for the runs of this configuration, or that of all runs."""
-    return Path(arguments.text("trainer.default_root_dir") or ROOT)
+    return Path(arguments.stated.text("trainer.default_root_dir") or ROOT)
 
 
 def root_of(arguments: Arguments) -> Path:
@@ -41,7 +41,7 @@ def root_of(arguments: Arguments) -> Path:
     Raises:
         ValueError: If the name is not valid for a folder.
     """
-    root, name = stated_root(arguments), arguments.text("name")
+    root, name = stated_root(arguments), arguments.stated.text("name")
     if name is not None and not re.fullmatch(r"\w[\w.+-]*", name):
         raise ValueError(f"--name {name}: use letters, digits and _ . + - only; it is the name of a folder")
     by_flag = arguments.flags.given("trainer.default_root_dir")

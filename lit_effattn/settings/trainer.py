@@ -1,17 +1,21 @@
-"""Lightning's Trainer with checked checkpoints and a method that draws samples."""
+"""Lightning's Trainer with checked checkpoints and a method that draws samples; its loggers and its checks."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
+from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
 from lit_effattn.checkpoints.restoring import CheckpointConnector
 from lit_effattn.checkpoints.runs import named_or_new
 from lit_effattn.datamodules.common.bars import progress_bar
+from lit_effattn.settings.run_names import ROOT
 from lit_effattn.tasks.options import made
 
 
@@ -78,3 +82,59 @@ def _track(steps: Iterable[int]) -> Iterable[int]:
     assert isinstance(steps, Sequence)
     with progress_bar() as bar:  # on stderr: samples go to stdout
         yield from bar.track(steps, description="Drawing")
+
+
+def check_trainer(config: Any) -> None:
+    """Reject values that Lightning accepts and on which it fails later."""
+    for name in ("max_steps", "max_epochs", "val_check_interval"):
+        if config[name] == 0:
+            raise ValueError(f"--trainer.{name} 0: give at least 1" + (", or -1 for no limit" if "max" in name else ""))
+    for callback in as_list(config.callbacks):
+        if isinstance(callback, (pl.callbacks.LearningRateFinder, pl.callbacks.BatchSizeFinder)):
+            raise ValueError(
+                f"{type(callback).__name__} sets an attribute that nothing here reads: try several values of "
+                "--model.optimizer.lr (also: lit-effattn sweep --lr) or --data.batch_size"
+            )
+    if config.accumulate_grad_batches < 1:
+        raise ValueError(f"--trainer.accumulate_grad_batches {config.accumulate_grad_batches} must be at least 1")
+    if (config.gradient_clip_val or 0) < 0:
+        raise ValueError(
+            f"--trainer.gradient_clip_val {config.gradient_clip_val:g} must be at least 0, or null for no clipping"
+        )
+    if isinstance(config.devices, str) and not re.fullmatch(r"auto|-?\d+|\d+(, ?\d+)*,?", config.devices):
+        raise ValueError(f"--trainer.devices {config.devices}: give a number of devices, a list of them, or auto")
+    if Path(config.default_root_dir or ROOT).is_file():
+        raise ValueError(f"--trainer.default_root_dir {config.default_root_dir} is a file; name a folder")
+
+
+def announce_if_never_validated(config: Any) -> None:
+    """Print a line if training ends before its first validation, which is what saves best.ckpt."""
+    every, n_batches = config.val_check_interval, config.max_steps * config.accumulate_grad_batches
+    if isinstance(every, int) and config.limit_val_batches != 0 and 0 <= n_batches < every:
+        rank_zero_info(
+            f"There will be no validation and no best.ckpt: --trainer.val_check_interval {every} is more than the "
+            f"{n_batches} training batches that --trainer.max_steps {config.max_steps} allows"
+        )
+
+
+def loggers(given: Any, folder: Path) -> list[Logger]:
+    """Return the loggers of a run: the user's own, default TensorBoard's, and the CSV log that `compare` reads.
+
+    Args:
+        given: The option `trainer.logger`. False, or an empty list: no logger at all.
+        folder: The folder of the run.
+    """
+    if given is False or given == []:
+        return []
+    first = own_loggers(given) or [TensorBoardLogger(folder, name="tensorboard", version="")]
+    return [*first, CSVLogger(folder, name="csv")]
+
+
+def own_loggers(given: Any) -> list[Logger]:
+    """Return the loggers that the user named in the option `trainer.logger`."""
+    return [] if isinstance(given, bool) else as_list(given)
+
+
+def as_list(value: Any) -> list[Any]:
+    """Return the items of an option that takes one or several; None: none."""
+    return [] if value is None else list(value) if isinstance(value, list) else [value]

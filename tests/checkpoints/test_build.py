@@ -11,8 +11,9 @@ import torch
 
 from lit_effattn.attention import Attention, LinearAttention
 from lit_effattn.attention.feature_maps import EluFeatureMap
-from lit_effattn.checkpoints.build import Allowed, _Builder, build, is_built, members, parameters
+from lit_effattn.checkpoints.build import Allowed, _Builder, build, is_built, members
 from lit_effattn.checkpoints.trust import NotAllowedError, Trust
+from lit_effattn.hparams import parameters
 from lit_effattn.tasks import Task
 
 LINEAR = "lit_effattn.attention.linear.LinearAttention"

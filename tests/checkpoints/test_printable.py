@@ -64,7 +64,7 @@ def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: py
 
 
 def test_the_command_changes_what_lightning_logs(monkeypatch: pytest.MonkeyPatch):
-    from lit_effattn.cli.command import quieten
+    from lit_effattn.cli.output import quieten
 
     monkeypatch.setattr("warnings.formatwarning", None)
     quieten()

@@ -25,7 +25,9 @@ from lit_effattn.attention import LinearAttention, SoftmaxAttention
 from lit_effattn.checkpoints.run_lock import RunLock
 from lit_effattn.checkpoints.runs import LAST
 from lit_effattn.cli import _message, main
-from lit_effattn.cli.command import CLI, _Parser, integers_first, quieten
+from lit_effattn.cli.command import CLI
+from lit_effattn.cli.output import quieten
+from lit_effattn.cli.parser import Parser, integers_first
 from lit_effattn.datamodules import PixelSequences
 from lit_effattn.generation import compiled
 from lit_effattn.settings.arguments import Arguments
@@ -323,7 +325,7 @@ def test_every_configuration_is_named_after_its_runs():
 
 def test_an_integer_is_not_read_as_a_float():
     """In whatever order the types stand: `--trainer.limit_train_batches 1` is one batch, and 1.0 all of them."""
-    parser = _Parser()
+    parser = Parser()
     parser.add_argument("--n", type=Optional[Union[float, int]])  # noqa: UP007, UP045
     integers_first(parser)
     assert [repr(parser.parse_args([f"--n={text}"]).n) for text in ("1", "1.0", "null")] == ["1", "1.0", "None"]

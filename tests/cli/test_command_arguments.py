@@ -10,7 +10,8 @@ import pytest
 import yaml
 
 from lit_effattn.analysis.sweep import sweep
-from lit_effattn.cli import command, main
+from lit_effattn.cli import main
+from lit_effattn.cli.parser import Parser
 from tests.cli.test_command import TINY
 from tests.support.commands import fails, last, spec
 from tests.support.small_runs import checkpoint
@@ -137,7 +138,7 @@ def test_nested_settings_get_their_defaults_once(capsys: pytest.CaptureFixture[s
     printed = []
     for ours in (True, False):
         if not ours:
-            monkeypatch.delattr(command._Parser, "_parse_common")
+            monkeypatch.delattr(Parser, "_parse_common")
         feature_map = "--model.backbone.encoder.attention.feature_map=EluFeatureMap"
         with pytest.raises(SystemExit, match=r"^0$"):
             main(["fit", "--config", "g2p_linear", feature_map, "--trainer.max_steps", "3", "--print_config"])

@@ -22,12 +22,13 @@ from safetensors.torch import load_file, save_file
 from lit_effattn import PixelModel, registry
 from lit_effattn.checkpoints import build as building
 from lit_effattn.checkpoints import own_runs
-from lit_effattn.checkpoints.build import Allowed, build, parameters
+from lit_effattn.checkpoints.build import Allowed, build
 from lit_effattn.checkpoints.own_runs import marked
 from lit_effattn.checkpoints.shipped import metadata
 from lit_effattn.checkpoints.trust import NotAllowedError, find
 from lit_effattn.checkpoints.weights_files import write_weights_file
 from lit_effattn.cli import main
+from lit_effattn.hparams import parameters
 from lit_effattn.tasks import Task
 from tests.support.cases import one_of_each
 from tests.support.checkpoint_parts import divide
@@ -56,7 +57,7 @@ def edited(change: Any, name: str = "pixels") -> Path:
 
 @cache
 def places() -> list[tuple[type, str]]:
-    found = [(k, n) for k in registry.classes() for n in parameters(k) if not n.endswith("help")]
+    found = [(k, n) for k in registry.classes() for n in parameters(k)]
     return sorted(found, key=lambda place: (place[0].__module__, place[0].__qualname__, place[1]))
 
 

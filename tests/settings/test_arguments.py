@@ -65,12 +65,12 @@ FORMS = [
 @pytest.mark.parametrize("form", FORMS, ids=lambda form: " ".join(form)[:50])
 def test_every_form_gives_the_setting(form: list[str]):
     arguments = parse(*form)
-    assert arguments.values(STRIDE) in ([4], ["4"])
-    assert not arguments.given("model.backbone.stride")
-    assert not arguments.given("data.backbone.attention.stride")
+    assert arguments.stated.values(STRIDE) in ([4], ["4"])
+    assert not arguments.stated.given("model.backbone.stride")
+    assert not arguments.stated.given("data.backbone.attention.stride")
     appended = "attention+" in form[0]  # the list is not given, nor are the options of its items
-    assert arguments.given(STRIDE) == (not appended)
-    assert appended or str(arguments.value(STRIDE)) == "4"
+    assert arguments.stated.given(STRIDE) == (not appended)
+    assert appended or arguments.stated.text(STRIDE) == "4"
 
 
 @pytest.mark.parametrize(
@@ -90,26 +90,36 @@ def test_every_form_gives_the_setting(form: list[str]):
 )
 def test_what_only_looks_like_it_does_not(flags: str):
     arguments = Arguments(["data", *flags.split()])
-    assert not arguments.given(STRIDE)
-    assert arguments.value(STRIDE) is None
+    assert not arguments.stated.given(STRIDE)
+    assert arguments.stated.text(STRIDE) is None
+
+
+def test_the_options_of_a_class_are_dropped_with_it_and_kept_for_the_same():
+    arguments = parse("--config", "run.yaml", "--model.backbone.attention", "mine.SparseAttention", "--model.d=1")
+    assert arguments.stated.values(STRIDE) == [4]
+    arguments = parse("--config", "run.yaml", "--model.backbone", "LSTM", "--model.backbone.attention.n", "3")
+    assert arguments.stated.values(STRIDE) == []
+    assert arguments.stated.text("model.backbone.attention.n") == "3"
+    over = parse("--model.d", "2").over({"model": MODEL, "data.x": 5})
+    assert (over.values(STRIDE), over.text("model.d"), over.text("data.x")) == ([4], "2", "5")
 
 
 def test_flags_come_after_files_and_the_last_counts():
     arguments = parse("--model.d 1", "--model.d", "3", "--config", "run.yaml", f"--{STRIDE}=9", "--model.d=")
-    assert arguments.value(STRIDE) == "9"
-    assert arguments.files[0].value(STRIDE) == 4
+    assert arguments.stated.text(STRIDE) == "9"
+    assert arguments.files[0].values(STRIDE) == [4]
     assert arguments.flags.values(STRIDE) == ["9"]
-    assert arguments.value("model.d") == ""
+    assert arguments.stated.text("model.d") == ""
 
 
 def test_the_value_of_a_flag_is_its_text_unless_it_is_a_list_a_mapping_or_null():
     texts = {"a": "007", "b": "1e-3", "c": "-5", "d": "- 5", "e": "{f: [1]}", "g": "null", "h": "[", "i": "a: b: c"}
     arguments = parse(*(arg for key, text in texts.items() for arg in (f"--{key}", text)))
     expected = {**texts, "d": [5], "e": {"f": [1]}, "g": None}
-    assert {key: arguments.value(key) for key in texts} == expected
-    assert arguments.given("g")
-    assert parse("--trainer.default_root_dir", "run.yaml").text("trainer.default_root_dir") == "run.yaml"
-    assert arguments.value("e.f") == [1]
+    assert {key: arguments.stated.values(key)[-1] for key in texts} == expected
+    assert arguments.stated.given("g")
+    assert parse("--trainer.default_root_dir", "run.yaml").stated.text("trainer.default_root_dir") == "run.yaml"
+    assert arguments.stated.values("e.f") == [[1]]
 
 
 def test_a_flag_is_no_value_of_the_flag_before_it():
@@ -126,28 +136,26 @@ def test_a_flag_is_no_value_of_the_flag_before_it():
 def test_what_is_appended_does_not_replace():
     carry = "{class_path: lit_effattn.callbacks.MemoryCarry, init_args: {n: 1}}"
     arguments = parse("--trainer.callbacks+", "FeatureRedraw", f"--trainer.callbacks+={carry}")
-    assert not arguments.given("trainer.callbacks")
-    assert arguments.classes("trainer.callbacks") == ["FeatureRedraw", "MemoryCarry"]
-    assert parse("--trainer.callbacks", "null").given("trainer.callbacks")
+    assert not arguments.stated.given("trainer.callbacks")
+    assert arguments.stated.classes("trainer.callbacks") == ["FeatureRedraw", "MemoryCarry"]
+    assert parse("--trainer.callbacks", "null").stated.given("trainer.callbacks")
     for content in ({"trainer": {"callbacks+": ["FeatureRedraw"]}}, {"trainer.callbacks+": "FeatureRedraw"}):
         file = File("a.yaml", content)
         assert not file.given("trainer.callbacks")
         assert file.classes("trainer.callbacks") == ["FeatureRedraw"]
     for inner in ('{"callbacks": ["FeatureRedraw"]}', '{"callbacks+": ["FeatureRedraw"]}'):
-        assert parse("--trainer", inner).classes("trainer.callbacks") == ["FeatureRedraw"]
-        assert parse("--trainer", inner).given("trainer.callbacks") == ("+" not in inner)
+        assert parse("--trainer", inner).stated.classes("trainer.callbacks") == ["FeatureRedraw"]
+        assert parse("--trainer", inner).stated.given("trainer.callbacks") == ("+" not in inner)
 
 
 def test_classes_and_their_places():
     arguments = parse("--model", json.dumps(MODEL), "--model.backbone.attention", '["a.A", {"class_path": "b.B"}]')
-    named = [(path, names) for path, names in arguments.named() if path.startswith("model")]
-    assert named == [
+    assert [*arguments.stated.named()] == [
         ("model", ["PixelModel"]),
         ("model.backbone", ["Transformer"]),
-        ("model.backbone.attention", ["SparseAttention"]),
         ("model.backbone.attention", ["A", "B"]),
     ]
-    assert arguments.classes("model.backbone.attention") == ["SparseAttention", "A", "B"]
+    assert not arguments.stated.given(STRIDE)  # an option of the class that was replaced
 
 
 @pytest.mark.parametrize(
@@ -183,7 +191,7 @@ def test_names_that_are_trusted():
 
 def test_files_are_read_once_and_not_for_help():
     arguments = parse("--config", "run", "--config", "nowhere", "--help", "all")
-    assert arguments.flags.value("help") == "all"
+    assert arguments.flags.text("help") == "all"
     assert arguments.files == []
     assert parse("--config", "nowhere", "-h").flags.given("help")
     with pytest.raises(ValueError, match="--config nowhere: there is no such file"):
@@ -200,36 +208,18 @@ def test_a_short_option_is_followed_by_a_space(flag: str):
 
 def test_a_file_that_names_itself_ends():
     write("loop.yaml", {"model": "loop.yaml", "init_args": "loop.yaml"})
-    assert not parse("--config", "loop.yaml").given("model.model.backbone")
-    assert len([*parse("--config", "loop.yaml").named()]) < 100
-
-
-@pytest.mark.parametrize("name", ["é", "中文", "🙂", "𝄞", "\U0010fffd"])
-def test_text_of_a_file_without_a_section_is_read_as_it_was(name: str):
-    file = File("a.yaml", {"checkpoint": {}, "checkpoint.keep": 2, "data": {"root": name}})
-    assert yaml.safe_load(file.without({"checkpoint"})) == {"data": {"root": name}}
-    assert file.without({"model"}) == "a.yaml"
-
-
-def test_a_file_without_a_section_names_other_files_as_before(monkeypatch: pytest.MonkeyPatch):
-    """They are relative to its folder, which JSON does not have."""
-    write(
-        "mine/whole.yaml", {"model": {"init_args": {"backbone": ["inner.yaml", "dotted.yaml", "absent.yaml"]}}, "a": 1}
-    )
-    monkeypatch.chdir("..")
-    path = next(Path().glob("*/mine/whole.yaml"))
-    (names,) = yaml.safe_load(File.read(str(path)).without({"a"}))["model"]["init_args"].values()
-    assert names == [str(path.absolute().with_name(name)) for name in ("inner.yaml", "dotted.yaml")] + ["absent.yaml"]
+    assert not parse("--config", "loop.yaml").stated.given("model.model.backbone")
+    assert len([*parse("--config", "loop.yaml").stated.named()]) < 100
 
 
 def test_the_parser_gets_files_flags_and_the_folder_of_the_runs_in_this_order():
     arguments = parse("--model.d", "3", "--config", "run.yaml", "--name", "a", "--ckpt_path", "b")
-    assert arguments.for_parser(without=set(), root=None) == ["fit", "--config", "run.yaml", "--model.d", "3"]
-    *_, flag, folder = arguments.for_parser(without=set(), root=Path("runs/a"))
+    assert arguments.for_parser(root=None) == ["fit", "--config", "run.yaml", "--model.d", "3"]
+    *_, flag, folder = arguments.for_parser(root=Path("runs/a"))
     assert (flag, folder) == ("--trainer.default_root_dir", "runs/a")
-    (_, _, rest, *_) = arguments.for_parser(without={"model"}, root=None)
-    assert rest == "{}"
-    by_flag = parse("--trainer.default_root_dir", "mine", "--model.d", "3").for_parser(without=set(), root=None)
+    (_, _, run, *_) = arguments.for_parser(root=None, run={"model": {"d": 2}})
+    assert yaml.safe_load(run) == {"model": {"d": 2}}
+    by_flag = parse("--trainer.default_root_dir", "mine", "--model.d", "3").for_parser(root=None)
     assert by_flag == ["fit", "--model.d", "3", "--trainer.default_root_dir", "mine"]
 
 

@@ -10,13 +10,14 @@ import yaml
 from jsonargparse import set_dumper
 
 from lit_effattn import registry
-from lit_effattn.checkpoints.build import parameters
 from lit_effattn.cli import main
-from lit_effattn.cli.command import CLI, _Parser
+from lit_effattn.cli.command import CLI
+from lit_effattn.cli.parser import Parser
 from lit_effattn.datamodules import SpeechCorpus, SpeechData
-from lit_effattn.hparams import subclasses
-from lit_effattn.settings.arguments import Arguments, dump_yaml
+from lit_effattn.hparams import parameters, subclasses
+from lit_effattn.settings.arguments import Arguments
 from lit_effattn.settings.texts import is_text
+from lit_effattn.settings.yaml_text import dump_yaml
 
 ODD = (
     *("null", "~", "None", "", " ", "true", "1e3", "0x1f", "1_000", "2024-01-01", "#include <stdio.h>", " # end"),
@@ -48,8 +49,8 @@ def test_texts_of_every_class_are_kept():
     """A few texts for each option, each text for many options."""
     n = 0
     for kind in CLASSES:
-        parser = _Parser()
-        names = texts({name: hint for name, (hint, _) in parameters(kind).items() if "." not in name})
+        parser = Parser()
+        names = texts({name: p.annotation for name, p in parameters(kind).items()})
         if not names:
             continue
         parser.add_class_arguments(kind, "x", skip={name for name in parameters(kind) if name not in names})
@@ -65,7 +66,7 @@ def test_texts_of_every_class_are_kept():
 
 def test_the_flag_of_a_nested_class_and_a_file_keep_a_text_and_only_a_file_has_null():
     set_dumper("yaml", dump_yaml)
-    parser = _Parser()
+    parser = Parser()
     parser.add_subclass_arguments(SpeechData, "data")
     corpus = "lit_effattn.datamodules.EspeakCorpus"
     for text in ODD:
@@ -99,7 +100,7 @@ def test_every_text_of_every_command_is_kept(command: str, monkeypatch: pytest.M
         config = parser.parse_args([f"--{name}={text}" for name in names], _skip_validation=True)
         assert {name: config[name] for name in names} == dict.fromkeys(names, text)
     own = Arguments([command, *(f"--{name}=null" for name in ("name", "ckpt_path", "init_weights"))])
-    assert (own.text("name"), own.text("ckpt_path"), own.value("init_weights")) == ("null", "null", "null")
+    assert [own.flags.text(name) for name in ("name", "ckpt_path", "init_weights")] == ["null"] * 3
 
 
 def test_a_prompt_with_a_sign_of_yaml_begins_the_text(capsys: pytest.CaptureFixture[str]):

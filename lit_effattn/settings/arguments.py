@@ -34,8 +34,6 @@ _NO_VALUE = re.compile(r"--[\w.-]+\+?=.*|-[^\s\d.]\S*", re.DOTALL)
 _SHORT = {"-c": "--config", "-h": "--help"}
 _WRAPPERS = ("init_args", "dict_kwargs", "class_path")
 """Keys between a class and its options, which a path leaves out."""
-_DEPTH = 20
-"""The maximal number of files and mappings within each other, since a file may name itself."""
 
 
 class Settings:
@@ -65,30 +63,30 @@ class Settings:
     def update(self, pairs: Iterable[tuple[Any, Any]], folder: Path = Path()) -> None:
         """State more, which takes precedence."""
         for key, value in pairs:
-            self._add(key, value, folder, 0)
+            self._add(key, value, folder, ())
 
-    def _add(self, key: Any, value: Any, folder: Path, depth: int) -> None:
+    def _add(self, key: Any, value: Any, folder: Path, within: tuple[Path, ...]) -> None:
         node = self
         for name in str(key).rstrip("+").split("."):
             if name and name not in _WRAPPERS:
                 node = (node.items[-1] if node.items else node).options.setdefault(name, Settings())
         if not str(key).endswith("+"):
-            node._put(value, folder, depth)
+            node._put(value, folder, within)
             return
         value, folder = content_of(value, folder)
         node.items = node.items or []
         for item in value if isinstance(value, list) else [value]:
             node.items.append(Settings())
-            node.items[-1]._put(item, folder, depth)
+            node.items[-1]._put(item, folder, within)
 
-    def _put(self, value: Any, folder: Path, depth: int) -> None:
-        if depth > _DEPTH:
-            return
+    def _put(self, value: Any, folder: Path, within: tuple[Path, ...]) -> None:
         self.raw, self.is_given = value, True
-        value, folder = content_of(value, folder)
+        if isinstance(value, str) and (path := folder / value) not in within:  # a file may name itself
+            value, folder = content_of(value, folder)
+            within = (*within, path)
         if isinstance(value, Mapping):
             for key in sorted(value, key=lambda key: key != "class_path"):
-                self._add(key, value[key], folder, depth + 1)
+                self._add(key, value[key], folder, within)
             return
         if isinstance(value, list) or _bare(value) != _bare(self.value):
             self.options = {}
@@ -96,7 +94,7 @@ class Settings:
         if isinstance(value, list):
             self.items, self._n_given = [Settings() for _ in value], len(value)
             for node, item in zip(self.items, value, strict=True):
-                node._put(item, folder, depth + 1)
+                node._put(item, folder, within)
 
     def at(self, path: str, *, appended: bool = True) -> list[Settings]:
         """Return what is stated at a path, which leads through all items of a list, or those that were not appended."""

@@ -326,7 +326,7 @@ def parse_kind(text: str) -> tuple[str, list[str]]:
 
 def _rates(text: str | None, files: Sequence[File]) -> list[float]:
     """Return the given learning rates, or those around the last one in the configurations."""
-    configured = [rate for file in files if isinstance(rate := file.value(_RATE), (int, float))]
+    configured = [rate for file in files for rate in file.values(_RATE) if isinstance(rate, (int, float))]
     if text is None and not configured:
         raise ValueError(f"--config {files[-1].path} has no {_RATE}; give the rates with --lr")
     try:

@@ -218,7 +218,7 @@ class Arguments:
         for option in self.options:
             if option.key in own and option.text is None:
                 raise ValueError(f"--{option.key.rstrip('+')} has no value: expected one argument")
-        self._pairs = [(option.key, _value(option)) for option in self.options if option.key]
+        self._pairs = [(o.key, _value(o)) for o in self.options if o.key and o.key != "config"]
         self.flags = Settings(self._pairs)
         given = [option for option in self.options if self.command == "predict" and _is_input(option)]
         self.inputs = [option.args[0] for option in given]

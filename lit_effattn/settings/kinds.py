@@ -57,7 +57,7 @@ def own_kind(name: str) -> type[Attention]:
         raise ValueError(f"{name} is not an attention kind: derive its class from lit_effattn.attention.Attention")
     missing = sorted(getattr(kind, "__abstractmethods__", ()))
     if kind.initial_state is Attention.initial_state and kind.empty_state is Attention.empty_state:
-        missing.append("empty_state")
+        missing = sorted({*missing, "empty_state"})
     if missing:
         raise ValueError(f"{name} has no method {' and no method '.join(missing)}, which each kind needs")
     return kind

@@ -155,7 +155,7 @@ def test_what_is_no_kind_of_attention(capsys: pytest.CaptureFixture[str]):
     assert f"{OPTION}: other.Mine is not an Attention; there are" in fails(
         capsys, "fit", "--config", "tiny.yaml", f"--{OPTION}", "other.Mine", code=2
     )
-    assert "unfinished.Mine has no method attend and no method empty_state" in fails(
+    assert "unfinished.Mine has no method empty_state, which" in fails(
         capsys, "sweep", "--config", "tiny.yaml", "--kinds", "unfinished.Mine"
     )
 

@@ -1,4 +1,4 @@
-"""What the user's words state, before they are parsed: the run and the checkpoint are found by it.
+"""The words of flags and files before they are parsed, by which the run and the checkpoint are found.
 
 jsonargparse parses all settings at once, and does not tell which of them the user gave. Before it parses, a command
 has to know the run whose configuration comes first; afterwards it has to know which settings came from which words.
@@ -37,7 +37,7 @@ _WRAPPERS = ("init_args", "dict_kwargs", "class_path")
 
 
 class Settings:
-    """What is stated of one option: a value, a class and its options, or a list of these.
+    """The statements on one option: a value, a class and its options, or a list of these.
 
     Args:
         pairs: Keys such as `model`, `model.backbone.init_args.d_model` or `trainer.callbacks+`, and their values.
@@ -240,7 +240,7 @@ class Arguments:
 
     @cached_property
     def stated(self) -> Settings:
-        """What files and flags state."""
+        """The settings in files and flags."""
         return self.over({})
 
     def over(self, run: Mapping[str, Any]) -> Settings:

@@ -22,6 +22,7 @@ from lit_effattn.sequence import (
     State,
     accumulator,
     check_lengths,
+    map_tensors,
     reads_values,
     valid_lengths,
     valid_positions,
@@ -163,12 +164,15 @@ class CrossAttention(MultiHead):
 
     def empty_state(self, batch_size: int, max_len: int | None, device: torch.device, dtype: torch.dtype) -> Source:
         """Return the state without a source: see `SequenceModule.initial_state`."""
+        own = self.q_proj.weight.device  # `keep` may multiply by features, which are there
         k, v = (
-            torch.zeros(batch_size, self.n_heads, 1, dim, device=device, dtype=dtype)
+            torch.zeros(batch_size, self.n_heads, 1, dim, device=own, dtype=dtype)
             for dim in (self.qk_dim, self.head_dim)
         )
-        length = torch.zeros(batch_size, dtype=torch.long, device=device)
-        return Source(self.keep(k, v, length), length, torch.zeros_like(length, dtype=torch.bool))
+        length = torch.zeros(batch_size, dtype=torch.long, device=own)
+        kept = map_tensors(lambda t: t.to(device), self.keep(k, v, length))
+        length = length.to(device)
+        return Source(kept, length, torch.zeros_like(length, dtype=torch.bool))
 
     def grow(self, state: State, max_len: int) -> State:
         """Return `state`, whose size does not depend on the target's length."""

@@ -189,7 +189,7 @@ class PerformerAttention(Attention):
 
             m = max(m₁, m₂),  s = Σ e^{mᵢ − m} sᵢ,  z = Σ e^{mᵢ − m} zᵢ
 
-        PerformerState of an earlier draw of the features count as empty.
+        Sums of an earlier draw of the features count as empty.
         """
         earlier = self.reset(before, before.drawn != after.drawn)
         length = before.length + after.length

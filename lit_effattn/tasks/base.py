@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from itertools import zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
@@ -26,6 +26,7 @@ from lit_effattn.checkpoints.loading import check_finite, check_not_averaged, ch
 from lit_effattn.datamodules.text.tokenizers import Tokenizer
 from lit_effattn.distributed import sharding
 from lit_effattn.hparams import HasInitArgs, init_args
+from lit_effattn.nn.evaluating import evaluating
 from lit_effattn.sequence import State, parts, reads_values
 from lit_effattn.tasks import loaders
 from lit_effattn.tasks.metrics import Count
@@ -407,6 +408,16 @@ class Task(HasInitArgs, pl.LightningModule):
         for name, metric in metrics.items():
             counts = isinstance(metric, Count)
             self.log(f"{stage}/{name}", metric, on_step=False, on_epoch=True, prog_bar=not counts, batch_size=rows)
+
+    @contextmanager
+    def in_evaluation(self) -> Iterator[None]:
+        """Evaluate within the context: evaluation mode, and the memory options of evaluation."""
+        with evaluating(self):
+            self.on_validation_start()
+            try:
+                yield
+            finally:
+                self.on_validation_end()
 
     def run_objective(self, batch: Any, memory: State | None = None) -> Objective:
         """Run `objective`, compiled if `compile_objective` was called."""

@@ -28,7 +28,8 @@ def save_state(kept: Kept, path: Path, task: Any) -> None:
     """Write a file that `load_state` reads: tensors in the safetensors format, and a few numbers as JSON.
 
     Args:
-        kept: The state of `task.backbone`, and the tokens that it has not read.
+        kept: The state of `task.backbone`, and tokens: of a text those that it has not read, of images all levels
+            so far, of pairs the source.
         path: The file. An earlier saved state is replaced, at once and as a whole.
         task: The task whose state it is. The file holds the fingerprint of its weights, not the weights.
 
@@ -51,6 +52,7 @@ def load_state(path: Path, task: Any) -> Kept:
     """
     leaves, about = _read(path, {"drawn"}, {_TOKENS}, task, "generate")
     tokens = leaves.pop(_TOKENS)
+    _check(tokens, torch.empty(1, 1, dtype=torch.long), f"{path}: {_TOKENS}")
     return Kept(_of_backbone(task.backbone, leaves, path, len(tokens), max_len=1), tokens, about["drawn"])
 
 

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
@@ -18,7 +17,6 @@ from lit_effattn.datamodules.common.tokens import IGNORE, Response, TokenBatch
 from lit_effattn.datamodules.text.tokenizers import NumberTokenizer, Tokenizer
 from lit_effattn.generation.beam import Hypotheses, beam_search
 from lit_effattn.generation.sampling import generate, generate_each
-from lit_effattn.nn.evaluating import evaluating
 from lit_effattn.nn.heads import CategoricalHead, HeadFactory
 from lit_effattn.nn.packing import first_positions, packed
 from lit_effattn.nn.sliding import SlidingWindow
@@ -428,16 +426,6 @@ class LanguageModel(Task):
         given = prompts.to(self.device) if isinstance(prompts, Tensor) else [p.to(self.device) for p in prompts]
         with self.in_evaluation():
             return generation(self.backbone, self._embed, self.head, given, *args, **options)
-
-    @contextmanager
-    def in_evaluation(self) -> Iterator[None]:
-        """Evaluate within the context: evaluation mode, and the memory options of evaluation."""
-        with evaluating(self):
-            self.on_validation_start()
-            try:
-                yield
-            finally:
-                self.on_validation_end()
 
     @property
     def text(self) -> Tokenizer:

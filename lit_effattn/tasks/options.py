@@ -23,17 +23,28 @@ class DrawnOptions(Sampling):
         top_p: Draw among the likeliest whose probabilities add up to p.
         compile: Whether each token is drawn by one compiled program, 2 to 14 times as fast for few rows on a CPU.
             Compiling takes about 20 s for each architecture and `n`; the program is kept for later calls.
+        n_tokens: Text: tokens to draw. Default: 500. Images: dimensions to draw. Default: those that are left.
+        state: Go on from this file, which `save_state` wrote with the same checkpoint. Text and images: without a
+            prompt, and with the same options, the samples are those of a single longer call. Targets: of the source
+            that the file holds, which is not encoded again.
+        save_state: A file to write, from which a later call goes on. Images need `n_tokens`. Targets: it holds the
+            encoded source.
 
     Raises:
         ValueError: If an option is out of range, or two contradict each other.
     """
 
     n: int | None = None
+    n_tokens: int | None = None
+    state: str | None = None
+    save_state: str | None = None
 
     def __post_init__(self) -> None:
         """Check the options."""
         super().__post_init__()
         _check_number(self.n)
+        if self.n_tokens is not None and self.n_tokens < 1:
+            raise ValueError(f"--n_tokens {self.n_tokens} must be at least 1")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,16 +57,17 @@ class ImageOptions(DrawnOptions):
 
     complete: float | None = None
 
+    def __post_init__(self) -> None:
+        """Check the options."""
+        super().__post_init__()
+        _check_alone("state", self, "complete", because="a state has its own images; leave one out")
+
 
 @dataclass(frozen=True, kw_only=True)
 class TextOptions(DrawnOptions):
     """Options of text.
 
     Args:
-        n_tokens: Text: tokens to draw. Default: 500.
-        state: Text: go on from this file, which `save_state` wrote with the same checkpoint. Without a prompt, and with
-            the same options, the samples are those of a single longer call.
-        save_state: Text: a file to write, from which a later call goes on.
         prompt: Text: how it begins.
         prompt_file: Text: a file with its beginning.
         beam: Text and targets: search for the likeliest ones with this many hypotheses; `n` of them are written.
@@ -71,9 +83,6 @@ class TextOptions(DrawnOptions):
         batch_size: Text: samples of `prompts_file` that are drawn at once. Default: 32.
     """
 
-    n_tokens: int | None = None
-    state: str | None = None
-    save_state: str | None = None
     prompt: str | None = None
     prompt_file: str | None = None
     beam: int | None = None
@@ -85,8 +94,6 @@ class TextOptions(DrawnOptions):
     def __post_init__(self) -> None:
         """Check the options."""
         super().__post_init__()
-        if self.n_tokens is not None and self.n_tokens < 1:
-            raise ValueError(f"--n_tokens {self.n_tokens} must be at least 1")
         _check_alone("prompt", self, "prompt_file")
         _check_alone("prompts_file", self, "prompt", "prompt_file", "beam", "state", "save_state")
         if self.prompts_file is None and self.batch_size is not None:
@@ -114,9 +121,11 @@ class TargetOptions:
         beam: See `TextOptions`.
         length_penalty: See `TextOptions`.
         length_norm: See `TextOptions`.
+        state: See `DrawnOptions`.
+        save_state: See `DrawnOptions`.
 
     Raises:
-        ValueError: If an option is out of range, or there is no source.
+        ValueError: If an option is out of range, or not exactly one of `source` and `state` is given.
     """
 
     source: str | None = None
@@ -124,12 +133,15 @@ class TargetOptions:
     beam: int | None = None
     length_penalty: float | None = None
     length_norm: LengthNorm | None = None
+    state: str | None = None
+    save_state: str | None = None
 
     def __post_init__(self) -> None:
         """Check the options."""
         _check_number(self.n)
-        if self.source is None:
-            raise ValueError("--source is missing: give the text to write a target for")
+        if self.source is None and self.state is None:
+            raise ValueError("--source is missing: give the text to write a target for, or --state of a source")
+        _check_alone("source", self, "state", because="a state has its own source; leave one out")
         if self.beam is not None:
             _check_beam(self.n, self.beam, self.length_penalty)
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -11,8 +13,7 @@ from torch import Tensor, nn
 
 from lit_effattn.attention.positions import bind
 from lit_effattn.datamodules.images.pixels import levels_to_images
-from lit_effattn.generation.sampling import generate
-from lit_effattn.nn.evaluating import evaluating
+from lit_effattn.generation.sampling import Kept, generate
 from lit_effattn.nn.heads import CategoricalHead, HeadFactory
 from lit_effattn.sequence import SequenceModule, State
 from lit_effattn.tasks.base import Objective, Task, check_backbone, check_integers
@@ -126,32 +127,55 @@ class PixelModel(Task):
     write_samples = write_images
 
     @torch.no_grad()
-    def sample(self, n: int = 1, *, given: Tensor | None = None, **options: Any) -> Tensor:
+    def sample(
+        self,
+        n: int = 1,
+        *,
+        given: Tensor | None = None,
+        n_dims: int | None = None,
+        kept: Kept | None = None,
+        keep: Callable[[Kept], None] | None = None,
+        **options: Any,
+    ) -> Tensor:
         """Draw images.
 
         Args:
             n: Number of images.
             given: (n, P) levels of the first P dimensions of each image, which the model completes. `n` is ignored.
+            n_dims: Number of dimensions to draw. Default: the rest of the image.
+            kept: Go on from here, in place of `given`. Its tokens are the levels (n, P) so far. `n` is ignored.
+            keep: Called at the end with what a later call takes as `kept`.
             options: Options of `generation.generate`, such as `temperature`, `top_k`, `top_p`, `seed` and `progress`.
 
         Returns:
-            (n, H·W·C) levels, `given` included.
+            (n, H·W·C) levels, `given` included; with `n_dims`, those so far.
 
         Raises:
-            ValueError: If `given` is not a tensor of levels, or has no dimension left to draw.
+            ValueError: If `given` is not a tensor of levels, or has too few dimensions left to draw.
         """
-        if given is None:
+        if kept is not None:
+            given = kept.tokens
+        elif given is None:
             given = torch.empty(n, 0, dtype=torch.long)
         self._check_levels(given)
         given = given.to(self.device).long()
-        if given.size(1) >= self.n_dims:
+        n_left = self.n_dims - given.size(1)
+        n_dims = n_left if n_dims is None else n_dims
+        if not 1 <= n_dims <= n_left:
             raise ValueError(
-                f"given holds {given.size(1)} of an image's {self.n_dims} dimensions: none is left to draw"
+                f"n_dims={n_dims}: {given.size(1)} of an image's {self.n_dims} dimensions are given, {n_left} are left "
+                "to draw"
             )
-        with evaluating(self):
-            n_left = self.n_dims - given.size(1)
-            drawn = generate(self.backbone, self.embedding, self.head, self._prompt(given), n_left, **options)
-        return torch.cat([given, drawn], 1)
+        prompt, ends = self._prompt(given), list[Kept]()
+        if kept is not None:
+            prompt, kept = given[:, :0], replace(kept, tokens=given[:, -1:])
+        with self.in_evaluation():
+            how: Any = {"kept": kept, "keep": ends.append, **options}
+            drawn = generate(self.backbone, self.embedding, self.head, prompt, n_dims, **how)
+            levels = torch.cat([given, drawn], 1)
+            if keep is not None:
+                keep(replace(ends[0], tokens=levels))
+        return levels
 
     def to_images(self, levels: Tensor) -> Tensor:
         """(n, H·W·C) levels -> (n, C, H, W) uint8, 0 black and 255 white."""

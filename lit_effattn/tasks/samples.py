@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
+from torch.nn.functional import pad
 
 from lit_effattn.attention.positions import n_positions
 from lit_effattn.checkpoints.printable import printable
@@ -27,7 +28,7 @@ from lit_effattn.drawing.images import grid, labelled_rows, save_png
 from lit_effattn.generation.beam import LENGTH_PENALTY, Hypotheses
 from lit_effattn.generation.sampling import Kept
 from lit_effattn.tasks.kept_states import check_replaceable, load_state, save_state
-from lit_effattn.tasks.options import FillOptions, ImageOptions, TargetOptions, TextOptions
+from lit_effattn.tasks.options import DrawnOptions, FillOptions, ImageOptions, TargetOptions, TextOptions
 from lit_effattn.tasks.predictions import write_lines, write_outputs
 
 N_TOKENS = 500
@@ -40,27 +41,68 @@ Progress = Callable[[Iterable[int]], Iterable[int]]
 """Wraps the iterable of steps, for a progress bar."""
 
 
+# States
+
+
+def _kept(
+    task: Any, options: DrawnOptions | TargetOptions, rows: int | None
+) -> tuple[Kept | None, Callable[[Kept], None] | None]:
+    """Return the state in the file `state`, and what writes the file `save_state`. None: the option is not given.
+
+    Raises:
+        ValueError: If the state can't be read, or has not the given number of rows.
+        FileExistsError: If `save_state` exists and is not a saved state.
+    """
+    kept = keep = None
+    if options.save_state is not None:
+        check_replaceable(Path(options.save_state))
+        keep = partial(save_state, path=Path(options.save_state), task=task)
+    if options.state is not None:
+        with task.in_evaluation():
+            kept = load_state(regular(Path(options.state)), task)
+        if rows not in (None, len(kept.tokens)):
+            raise ValueError(f"--n {rows}: {options.state} has {len(kept.tokens)} samples; leave --n out")
+    return kept, keep
+
+
 # Images
 
 
 def write_images(
     task: Any, folder: Folder, options: ImageOptions, *, datamodule: Any = None, progress: Progress = iter
 ) -> str:
-    """Draw images, or complete test images of `datamodule`, and write them: see `Task.write_samples`."""
+    """Draw images, or complete test images of `datamodule`, and write them: see `Task.write_samples`.
+
+    Dimensions that are not drawn are grey, and −1 among the levels.
+    """
+    kept, keep = _kept(task, options, options.n)
     n = 16 if options.n is None else options.n
     originals = None if options.complete is None else _test_images(datamodule, n, options.complete)
     given = None if originals is None else originals[:, : _n_given(options.complete or 0.0, task.image_shape)]
-    levels = task.sample(n, given=given, sampling=options, progress=progress).cpu()
-    into, images = folder(), task.to_images(levels)
+    begun = given if kept is None else kept.tokens
+    left = task.n_dims - (0 if begun is None else begun.size(1))
+    n_tokens = left if options.n_tokens is None else options.n_tokens
+    if n_tokens > left:
+        raise ValueError(f"--n_tokens {n_tokens} must be at most {left}, the dimensions left to draw")
+    if keep is not None and n_tokens == left:
+        raise ValueError(f"--save_state {options.save_state}: whole images can't go on; give --n_tokens below {left}")
+    how: Any = {"kept": kept, "keep": keep, "sampling": options, "progress": progress}
+    levels = task.sample(n, given=given, n_dims=n_tokens, **how).cpu()
+    into, images = folder(), _partial_images(task, levels)
+    levels = pad(levels, (0, task.n_dims - levels.size(1)), value=-1)
     np.save(into / "samples.npy", levels.view(-1, *task.image_shape).to(torch.int16).numpy())
     if originals is None or given is None:
         path = save_png(grid(images), into / "samples.png")
     else:
-        erased = torch.arange(task.n_dims).view(task.image_shape).permute(2, 0, 1) >= given.size(1)
-        original = task.to_images(originals)
-        rows = {"given": original.masked_fill(erased, 128), "completed": images, "original": original}
+        rows = {"given": _partial_images(task, given), "completed": images, "original": task.to_images(originals)}
         path = labelled_rows(rows, into / "completed.png")
     return f"picture: {short(path)}\nlevels:  {short(into / 'samples.npy')}"
+
+
+def _partial_images(task: Any, levels: Tensor) -> Tensor:
+    """(n, P) levels -> (n, C, H, W) uint8, grey where there are none."""
+    missing = torch.arange(task.n_dims).view(task.image_shape).permute(2, 0, 1) >= levels.size(1)
+    return task.to_images(pad(levels, (0, task.n_dims - levels.size(1)))).masked_fill(missing, 128)
 
 
 def _test_images(datamodule: Any, n: int, complete: float) -> Tensor:
@@ -104,7 +146,7 @@ def write_texts(
         return _continue_file(task, folder, options, progress)
     begin, tokenizer = _prompt(options), task.text
     _check_known(tokenizer, begin)
-    kept = _kept(task, options)
+    kept, keep = _kept(task, options, options.n)
     first = [tokenizer.start] if kept is None else []
     tokens = torch.tensor([[*first, *tokenizer.encode(begin).tolist()]], dtype=torch.long)
     n = (options.n or 1) if kept is None else len(kept.tokens)
@@ -127,7 +169,7 @@ def write_texts(
             tokens.expand(n, -1),
             n_tokens,
             kept=kept,
-            keep=None if options.save_state is None else partial(save_state, path=Path(options.save_state), task=task),
+            keep=keep,
             sampling=options,
             progress=progress if shown is None else iter,
             on_tokens=shown,
@@ -222,24 +264,6 @@ def _check_known(tokenizer: Tokenizer, prompt: str) -> None:
     if tokenizer.unit == "character":
         raise ValueError(f"the prompt has {shown}, which the model's training text does not contain; leave it out")
     rank_zero_warn(f"the prompt has {shown}, read as <unk>: not in the model's vocabulary")
-
-
-def _kept(task: Any, options: TextOptions) -> Kept | None:
-    """Return the state in a file, or None without one.
-
-    Raises:
-        ValueError: If it can't be read, or has another number of texts.
-        FileExistsError: If `save_state` exists and is not a saved state.
-    """
-    if options.save_state is not None:
-        check_replaceable(Path(options.save_state))
-    if options.state is None:
-        return None
-    with task.in_evaluation():
-        kept = load_state(regular(Path(options.state)), task)
-    if options.n not in (None, len(kept.tokens)):
-        raise ValueError(f"--n {options.n}: {options.state} has {len(kept.tokens)} texts; leave --n out")
-    return kept
 
 
 def _room(task: Any, n: int, kept: Kept | None = None) -> int | None:
@@ -343,19 +367,28 @@ def _continue_file(task: Any, folder: Folder, options: TextOptions, progress: Pr
 # Targets and gaps
 
 
+@torch.no_grad()
 def write_targets(
     task: Any, folder: Folder, options: TargetOptions, *, datamodule: Any = None, progress: Any = iter
 ) -> str:
     """Write the `n` best targets of a source, with their scores: see `Task.write_samples`."""
-    source = options.source or ""
-    tokens = task.encode(source)[None].to(task.device)
+    kept, keep = _kept(task, options, None)
+    if kept is None:
+        tokens = task.encode(options.source)[None].to(task.device)
+        kept = Kept(task.remember(tokens, max_len=tokens.size(1)), tokens, 0)
+    if keep is not None:
+        keep(kept)
+    tokens = kept.tokens
     border = torch.full_like(tokens[:, :1], task.border)
     count, unscored = torch.ones_like(border[0]), torch.full_like(border, IGNORE)
-    batch = PairBatch(tokens, count * tokens.size(1), border, unscored, count, [source], [[]])
+    batch = PairBatch(tokens, count * tokens.size(1), border, unscored, count, [], [[]])
+    task.check_batch(batch)
+    source = task.source_text.decode(tokens[0, :-1].cpu().numpy()) if options.source is None else options.source
     n = options.n or 1
     (translation,) = task.translations(
-        batch,
+        batch._replace(sources=[source]),
         drawn=1,
+        state=kept.state,
         beam=max(n, task.beam) if options.beam is None else options.beam,
         length_penalty=options.length_penalty,
         length_norm=options.length_norm,

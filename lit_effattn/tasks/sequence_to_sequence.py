@@ -236,6 +236,7 @@ class SequenceToSequence(Task):
         length_penalty: float | None = None,
         length_norm: LengthNorm | None = None,
         n_best: int = 1,
+        state: State | None = None,
         progress: Callable[[Iterable[int]], Iterable[int]] = iter,
     ) -> Hypotheses:
         """Search for the likeliest targets of source tokens (B, S): see `beam.beam_search`.
@@ -249,6 +250,7 @@ class SequenceToSequence(Task):
             length_penalty: α. Default: the task's.
             length_norm: gnmt or average. Default: the task's.
             n_best: Number of targets to return for each source, at most `beam`.
+            state: The encoded source: see `remember`. Default: it is encoded.
             progress: Wraps the iterable of steps.
         """
         source_lengths = valid_lengths(source_lengths, source)
@@ -265,7 +267,7 @@ class SequenceToSequence(Task):
             length_penalty=self.length_penalty if length_penalty is None else length_penalty,
             length_norm=self.length_norm if length_norm is None else length_norm,
             n_best=n_best,
-            state=self.remember(source, source_lengths, max_len=int(limits.max())),
+            state=self.remember(source, source_lengths, max_len=int(limits.max())) if state is None else state,
             compile=False,  # each source gives another shape
             progress=progress,
         )

@@ -99,8 +99,10 @@ def test_training_scoring_and_writing(capsys: pytest.CaptureFixture[str]):
     outputs = {entry["source"]: entry["outputs"][0]["text"] for entry in entries}
     assert [f"{word}: {outputs[word]}" for word in ("dff", "aeee")] == capsys.readouterr().out.splitlines()[-4:-2]
     options = ["--n", "2", "--beam", "3", "--length_penalty", "0.6"]
-    main(["generate", "--ckpt_path", "last", "--source", "dff", *options])
+    main(["generate", "--ckpt_path", "last", "--source", "dff", "--save_state", "dff.state", *options])
     output = capsys.readouterr().out
+    main(["generate", "--ckpt_path", "last", "--state", "dff.state", *options])
+    assert capsys.readouterr().out.splitlines()[:2] == output.splitlines()[:2]
     model = SequenceToSequence.load_from_checkpoint(run / "checkpoints" / "last.ckpt").eval()
     best = model.texts(model.search(model.encode("dff")[None], beam=3, n_best=2))[0]
     assert [line.split("  ")[1] for line in output.splitlines()[:2]] == best
@@ -160,7 +162,7 @@ def test_what_cannot_be_generated(capsys: pytest.CaptureFixture[str]):
     for options, words in (
         ({}, "--source is missing"),
         ({"source": "a", "prompt": "a"}, "--prompt a: SequenceToSequence has no such option"),
-        ({"source": "a", "state": "s.state"}, "--state s.state: SequenceToSequence has no such option"),
+        ({"source": "a", "state": "s.state"}, "--source and --state were both given: a state has its own source"),
         ({"source": "a", "temperature": 0.5}, "--temperature 0.5: SequenceToSequence has no such option"),
     ):
         with pytest.raises(ValueError, match=words):

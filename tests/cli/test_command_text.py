@@ -189,7 +189,7 @@ def test_a_text_goes_on_from_a_saved_state(run: Path, capsys: pytest.CaptureFixt
     capsys.readouterr()
     Path("other.state").write_text("x")
     for args, words in (
-        (["--state", "s.state", "--n", "2"], "--n 2: s.state has 1 texts; leave --n out"),
+        (["--state", "s.state", "--n", "2"], "--n 2: s.state has 1 samples; leave --n out"),
         (["--state", "s.state", "--beam", "2"], "--beam and --state"),
         (["--save_state", "s.state", "--beam", "2"], "--beam and --save_state"),
         (["--save_state", "other.state"], "other.state exists and is not a saved state"),

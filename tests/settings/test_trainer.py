@@ -4,6 +4,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -41,9 +42,28 @@ def writer(tokenizer: Any = None, **options: Any) -> LanguageModel:
     return LanguageModel(backbone(), tokenizer.n_tokens, tokenizer=tokenizer.to_json(), embedding_std=1.0, **options)
 
 
+def test_images_go_on_from_a_saved_state():
+    def drawn(output: str, **options: Any) -> np.ndarray:
+        trainer().generate(model, PixelSequences("digits"), seed=2, output=output, **options)
+        return np.load(f"{output}/samples.npy").reshape(3, 64)
+
+    model = digits()
+    whole = drawn("whole", n=3)
+    half = drawn("half", n=3, n_tokens=30, save_state="s.state")
+    more = drawn("more", state="s.state", n_tokens=2)
+    for levels, n in ((half, 30), (more, 32)):
+        assert np.array_equal(levels[:, :n], whole[:, :n])
+        assert (levels[:, n:] == -1).all()
+    assert np.array_equal(drawn("rest", state="s.state"), whole)
+    at_once = drawn("at_once", n=3, complete=0.25)
+    drawn("begun", n=3, complete=0.25, n_tokens=7, save_state="s.state")
+    assert np.array_equal(drawn("completed", state="s.state"), at_once)
+
+
 def test_images_that_cannot_be_drawn():
     model, data = digits(), PixelSequences("digits")
-    Path("run", "logs").mkdir(parents=True)
+    Path("other.state").write_text("x")
+    trainer().generate(model, n=3, n_tokens=55, save_state="s.state")
     options: dict[str, Any]
     for options, words in (
         ({"n": 0}, "--n 0: draw at least one sample"),
@@ -52,11 +72,18 @@ def test_images_that_cannot_be_drawn():
         ({"complete": 1.0}, "--complete 1.0: the fraction to erase"),
         ({"complete": 0.5, "n": 181}, "--n 181: there are only 180 test images"),
         ({"output": "run"}, "--output run exists and is not an empty folder"),
-        ({"state": "s.state"}, "--state s.state: PixelModel has no such option"),
+        ({"n_tokens": 65}, "--n_tokens 65 must be at most 64"),
+        ({"n_tokens": 0}, "--n_tokens 0 must be at least 1"),
+        ({"save_state": "t.state"}, "whole images can't go on; give --n_tokens below 64"),
+        ({"n_tokens": 1, "save_state": "other.state"}, "other.state exists and is not a saved state"),
+        ({"state": "other.state"}, "other.state can't be read as a state"),
+        ({"state": "s.state", "n": 2}, "--n 2: s.state has 3 samples; leave --n out"),
+        ({"state": "s.state", "complete": 0.5}, "--state and --complete were both given"),
+        ({"state": "s.state", "n_tokens": 10}, "--n_tokens 10 must be at most 9"),
     ):
         with pytest.raises((ValueError, OSError), match=words):
             trainer().generate(model, data, **options)
-    assert not Path("run/generated").exists()
+    assert len([*Path("run/generated").iterdir()]) == 1
 
 
 def test_a_prompt_may_be_a_file():

@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from lit_effattn import LSTM, Transformer, attention, sequence
 from lit_effattn.checkpoints.files import DamagedError
 from lit_effattn.generation import Kept
-from lit_effattn.tasks import LanguageModel
+from lit_effattn.tasks import LanguageModel, PixelModel
 from lit_effattn.tasks.kept_states import check_replaceable, fingerprint, load_state, save_state
 
 V = 11
@@ -75,6 +75,30 @@ def test_a_sequence_goes_on_from_its_file_as_from_memory(kind: str, tmp_path: Pa
     pairs = [*zip(sequence.tensors(loaded.state), sequence.tensors(kept.state), strict=True)]
     assert pairs
     assert all(torch.equal(a, b) and a.dtype == b.dtype for a, b in pairs)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_image_goes_on_from_its_file_as_from_memory(kind: str, tmp_path: Path):
+    """Two parts are one, after a beginning that is given and one that is drawn."""
+    torch.manual_seed(0)
+    model, file = PixelModel(backbone(kind), (3, 4, 2), V).double().eval(), tmp_path / "s.state"
+    given = torch.tensor([[1, 2], [3, 4], [10, 0]])
+    whole = model.sample(given=given, seed=3)
+    ends: list[Kept] = []
+    first = model.sample(given=given, n_dims=9, keep=ends.append, seed=3)
+    assert torch.equal(first, whole[:, :11])
+    save_state(ends[0], file, model)
+    loaded = load_state(file, model)
+    assert torch.equal(loaded.tokens, first)
+    for part in (ends[0], loaded):
+        assert torch.equal(model.sample(n_dims=6, kept=part, keep=ends.append, seed=3), whole[:, :17])
+        assert torch.equal(model.sample(kept=part, seed=3), whole)
+    pairs = [*zip(sequence.tensors(ends[1].state), sequence.tensors(ends[2].state), strict=True)]
+    assert pairs
+    assert all(torch.equal(a, b) for a, b in pairs)
+    for n_dims in (0, 14):
+        with pytest.raises(ValueError, match=f"n_dims={n_dims}: 11 of an image's 24 dimensions are given, 13 are left"):
+            model.sample(kept=loaded, n_dims=n_dims)
 
 
 @pytest.mark.parametrize("kind", ["TransformerXLAttention", "CompressiveAttention", "InfiniteAttention"])

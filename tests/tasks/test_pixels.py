@@ -200,7 +200,7 @@ def test_unknown_levels(level: int):
 
 
 def test_nothing_left_to_draw():
-    with pytest.raises(ValueError, match="given holds 6 of an image's 6"):
+    with pytest.raises(ValueError, match="n_dims=0: 6 of an image's 6 dimensions are given, 0 are left"):
         model().sample(given=images(1))
 
 

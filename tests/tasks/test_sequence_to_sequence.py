@@ -11,12 +11,20 @@ import yaml
 from torch import Tensor
 
 from lit_effattn import EncoderDecoder, Transformer
-from lit_effattn.attention import LinearAttention, LinearCrossAttention, SoftmaxCrossAttention
+from lit_effattn.attention import (
+    LinearAttention,
+    LinearCrossAttention,
+    PerformerCrossAttention,
+    SoftmaxAttention,
+    SoftmaxCrossAttention,
+)
 from lit_effattn.datamodules.common.tokens import IGNORE, PairBatch
 from lit_effattn.datamodules.text.tokenizers import CharacterTokenizer, WordTokenizer
+from lit_effattn.generation import Kept
 from lit_effattn.generation.beam import Hypotheses
 from lit_effattn.nn.heads import CategoricalHead
 from lit_effattn.tasks import SequenceToSequence
+from lit_effattn.tasks.kept_states import load_state, save_state
 from lit_effattn.tasks.options import TargetOptions
 from tests.support.commands import REPOSITORY
 
@@ -265,6 +273,43 @@ def test_samples_are_the_best_targets_with_their_scores(tmp_path: Path, capsys: 
     assert [o["log_p"] for o in entry["outputs"]] == pytest.approx(found.log_probs[0].tolist(), abs=1e-4)
     assert (tmp_path / entry["picture"]).is_file()
     assert all(o["text"] in capsys.readouterr().out for o in entry["outputs"][:1])
+
+
+@pytest.mark.parametrize("attention", [LinearAttention, SoftmaxAttention], ids=["linear", "softmax"])
+@pytest.mark.parametrize("cross", [SoftmaxCrossAttention, LinearCrossAttention, PerformerCrossAttention])
+def test_a_kept_source_is_not_encoded_again(cross: Any, attention: Any, tmp_path: Path):
+    made, lengths = model(cross, attention=attention, max_output_len=9), list[int]()
+    options: Any = {"n": 2}
+    made.backbone.encoder.register_forward_hook(lambda _, args, __: lengths.append(args[0].size(1)))
+    for name in ("whole", "kept", "going on"):
+        (tmp_path / name).mkdir()
+    file = str(tmp_path / "source.state")
+    made.write_samples(lambda: tmp_path / "whole", TargetOptions(source="abcd", beam=3, **options))
+    made.write_samples(lambda: tmp_path / "kept", TargetOptions(source="abcd", beam=2, save_state=file, **options))
+    assert lengths == [5, 5] * 2  # the search and the picture
+    lengths.clear()
+    made.write_samples(lambda: tmp_path / "going on", TargetOptions(state=file, beam=3, **options))
+    assert lengths == [5]  # the picture
+    results = [(tmp_path / name / "translations.jsonl").read_bytes() for name in ("whole", "going on")]
+    assert results[0] == results[1]
+
+
+def test_other_states_are_refused(tmp_path: Path):
+    made, file = model(), tmp_path / "source.state"
+    made.write_samples(lambda: tmp_path, TargetOptions(source="abcd", save_state=str(file)))
+    with pytest.raises(ValueError, match="a state of other sizes"):
+        model(LinearCrossAttention).write_samples(lambda: tmp_path, TargetOptions(state=str(file)))
+    with pytest.raises(ValueError, match="a model with other weights"):
+        made.float().write_samples(lambda: tmp_path, TargetOptions(state=str(file)))
+    kept = load_state(file, made.double())
+    for wrong, message in ((kept.tokens[0], "tokens is torch.int64 of shape"), (kept.tokens + 9, "source token")):
+        save_state(Kept(kept.state, wrong, 0), file, made)
+        with pytest.raises(ValueError, match=message):
+            made.write_samples(lambda: tmp_path, TargetOptions(state=str(file)))
+    text = tmp_path / "notes.txt"
+    text.write_text("do not lose me")
+    with pytest.raises(FileExistsError, match=r"notes\.txt exists and is not a saved state"):
+        made.write_samples(lambda: tmp_path, TargetOptions(source="abcd", save_state=str(text)))
 
 
 def test_scores_are_averages_if_that_is_wanted():

@@ -178,12 +178,12 @@ class _Builder:
         spec = {"class_path": spec} if isinstance(spec, str) else spec
         _fits(spec, isinstance(spec, dict) and "class_path" in spec and bool(bases) and all(map(is_built, bases)))
         kind = self.allowed.find(spec["class_path"], where)
+        known = parameters(kind)
         if not issubclass(kind, bases):
             expected = " or ".join(base.__name__ for base in bases)
             raise NotAllowedError(
                 f"{self.allowed.source} names {spec['class_path']} as {where}, which is not derived from {expected}"
             )
-        known = parameters(kind)
         arguments, taken = dict(given), spec.get("init_args") or {}
         if not isinstance(taken, dict) or spec.keys() - {"class_path", "init_args"}:
             raise NotAllowedError(f"{self.allowed.source} describes {where} by other parts than options and values")

@@ -361,7 +361,7 @@ class CLI(LightningCLI):
         quiet = bool(config.fast_dev_run)
         folder = Path(config.default_root_dir or ROOT)
         if not quiet:
-            folder, is_new = run_folder(self.subcommand, self.resolved.checkpoint, folder)
+            folder, is_new = run_folder(str(self.subcommand), self.resolved.checkpoint, folder)
             self._new_folder = folder if is_new else None
         if self.subcommand == "fit" and not quiet:
             announce_if_never_validated(config)

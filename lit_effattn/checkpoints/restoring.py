@@ -35,7 +35,8 @@ class CheckpointConnector(_CheckpointConnector):
 
     Lightning and torch trust the content: an empty list of optimiser states restores nothing, and a scheduler's state
     replaces all attributes that it names. Here a part with other sizes than its object is a `DamagedError`, and so is
-    any other error while a part is restored.
+    any other error while a part is restored. Lightning's names are private here, since it has no public way to come
+    between the file and the parts that it restores: a callback sees the content only before the first one.
     """
 
     def resume_start(self, checkpoint_path: Any = None, weights_only: bool | None = None) -> None:

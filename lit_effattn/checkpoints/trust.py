@@ -129,19 +129,27 @@ class _CurrentFolder:
     """
 
     words: ClassVar[set[str]] = set()
+    folder: ClassVar[Path | None] = None  # the current one when the user's words were read: jsonargparse changes it
 
     @classmethod
     def find_spec(cls, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
         """Find a module that no other finder has found."""
-        if name not in cls.words or (folder := str(Path.cwd())) in sys.path:
+        if name not in cls.words or (folder := str(cls.folder or Path.cwd())) in sys.path:
             return None
         if (spec := PathFinder.find_spec(name, [folder])) is not None:
             sys.path.append(folder)
         return spec
 
 
-def may_name_modules(text: str) -> None:
-    """Let the words of the user's own arguments or files name modules in the current folder: my_module.MyAttention."""
+def may_name_modules(text: str, *, in_file: bool = False) -> None:
+    """Let the words of the user's own arguments or files name modules in the current folder: my_module.MyAttention.
+
+    Args:
+        text: The words.
+        in_file: Whether they are of a file. While jsonargparse reads one, the file's folder is the current one.
+    """
+    if not in_file:
+        _CurrentFolder.folder = Path.cwd()
     _CurrentFolder.words.update(re.findall(r"[^\W\d]\w*", text))
     if _CurrentFolder not in sys.meta_path:
         sys.meta_path.append(_CurrentFolder)

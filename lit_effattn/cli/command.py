@@ -244,13 +244,16 @@ class CLI(LightningCLI):
                     "means other settings; give --print_config=skip_default"
                 )
             parser.parse_args(args)
-        # `parser` would parse all settings a second time.
+        # `parser` would parse all settings a second time, and LightningCLI has no public name for a command's parser.
         of_command: Any = self._parser(command)
         parsed = of_command.parse(args[1:], self.arguments, self.resolved.run)
         self.config = Namespace({"subcommand": command, command: parsed})
 
     def _parse_ckpt_path(self) -> None:
-        """Do nothing: Lightning would silently override flags with the hyper-parameters of the checkpoint."""
+        """Do nothing: Lightning would silently override flags with the hyper-parameters of the checkpoint.
+
+        There is no public way to switch that off.
+        """
 
     # -------------------------------------------------------------------------------------------------- instantiation
 

@@ -28,7 +28,7 @@ from lit_effattn.nn.lstm import LSTM
 from lit_effattn.nn.transformer import Transformer
 from lit_effattn.settings.arguments import Arguments, Settings
 from lit_effattn.settings.own_classes import subclasses
-from lit_effattn.settings.resume import OF_FIT, SECTIONS
+from lit_effattn.settings.resume import SECTIONS
 from lit_effattn.settings.shipped import shipped
 from lit_effattn.settings.trainer import Trainer
 from lit_effattn.settings.yaml_text import FILES, load_yaml
@@ -75,9 +75,10 @@ def fault(arguments: Arguments, known: Collection[str], run: Mapping[str, Any] |
         elif name in roots:
             _add(node, name, _ROOTS.get(name) or hints.get(name), wrong, missing)
         elif name in arguments.flags.options or name not in SECTIONS:  # a file serves all commands
-            path = ".".join([name, *_first(node)])
+            path = ".".join([name, *_first(arguments.flags.options.get(name, node))])
+            other = None if _meant(path, known).endswith(f".{path}") else _command_with(name)
             wrong.append(
-                f"there is no option --{path} here: it is one of fit" if name in OF_FIT else _no_option(path, known)
+                f"there is no option --{path} here: it is one of {other}" if other else _no_option(path, known)
             )
     if arguments.command == "fit" and not {"model", "data"} <= stated.keys():
         missing.append(
@@ -85,6 +86,13 @@ def fault(arguments: Arguments, known: Collection[str], run: Mapping[str, Any] |
             "of your own; or --model and --data"
         )
     return next(iter([*wrong, *missing]), None)
+
+
+def _command_with(name: str) -> str | None:
+    """Return a command that has this option or these options; None if there is none."""
+    if name in {*SECTIONS, "name", "ckpt_path"}:
+        return "fit"
+    return "test" if name == "average" else "generate" if name in flags() else "data" if name == "output" else None
 
 
 def _first(node: Settings) -> Iterator[str]:
@@ -228,7 +236,8 @@ def _meant(name: str, known: Collection[str]) -> str:
     if dot:
         return f"{close}.{rest}" if close else ""
     paths = {option.rpartition(".")[2]: option for option in options}
-    paths |= {path.rpartition(".")[2]: path for path in reversed(_option_paths())}
+    possible = [path for path in _option_paths() if path.partition(".")[0] in groups]
+    paths |= {path.rpartition(".")[2]: path for path in reversed(possible)}
     return paths.get(name) or close or "".join(paths[near] for near in get_close_matches(name, paths, n=1, cutoff=0.75))
 
 

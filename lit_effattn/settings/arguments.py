@@ -34,6 +34,8 @@ _NO_VALUE = re.compile(r"--[\w.-]+\+?=.*|-[^\s\d.]\S*", re.DOTALL)
 _SHORT = {"-c": "--config", "-h": "--help"}
 _WRAPPERS = ("init_args", "dict_kwargs", "class_path")
 """Keys between a class and its options, which a path leaves out."""
+_WITH_FILES = ("model", "data", "trainer", "checkpoint")
+"""Groups of options whose values may be names of files of settings. Others, such as `--prompt x.yaml`, are text."""
 
 
 class Settings:
@@ -63,9 +65,10 @@ class Settings:
     def update(self, pairs: Iterable[tuple[Any, Any]], folder: Path = Path()) -> None:
         """State more, which takes precedence."""
         for key, value in pairs:
-            self._add(key, value, folder, ())
+            has_files = str(key).rstrip("+").partition(".")[0] in _WITH_FILES and key not in _TEXTS
+            self._add(key, value, folder if has_files else None, ())
 
-    def _add(self, key: Any, value: Any, folder: Path, within: tuple[Path, ...]) -> None:
+    def _add(self, key: Any, value: Any, folder: Path | None, within: tuple[Path, ...]) -> None:
         node = self
         for name in str(key).rstrip("+").split("."):
             if name and name not in _WRAPPERS:
@@ -73,17 +76,18 @@ class Settings:
         if not str(key).endswith("+"):
             node._put(value, folder, within)
             return
-        value, folder = content_of(value, folder)
+        if folder is not None:
+            value, folder = content_of(value, folder)
         node.items = node.items or []
         for item in value if isinstance(value, list) else [value]:
             node.items.append(Settings())
             node.items[-1]._put(item, folder, within)
 
-    def _put(self, value: Any, folder: Path, within: tuple[Path, ...]) -> None:
+    def _put(self, value: Any, folder: Path | None, within: tuple[Path, ...]) -> None:
         self.raw, self.is_given = value, True
-        if isinstance(value, str) and (path := folder / value) not in within:  # a file may name itself
+        if folder is not None and isinstance(value, str) and folder / value not in within:  # a file may name itself
+            within = (*within, folder / value)
             value, folder = content_of(value, folder)
-            within = (*within, path)
         if isinstance(value, Mapping):
             for key in sorted(value, key=lambda key: key != "class_path"):
                 self._add(key, value[key], folder, within)

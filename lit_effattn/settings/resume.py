@@ -198,7 +198,8 @@ def _check_lone(arguments: Arguments, checkpoint: Path, file: Path | None, *, us
             raise ValueError(f"--{given}: {why}, and as it is: {remedy.format('the whole model')}")
     if uses_data and not arguments.stated.classes("data"):
         raise ValueError(f"{why}: {remedy.format('the data')}")
-    if file is not None:
+    accepted = file is not None and any(given.folder.resolve() == file.parent.resolve() for given in arguments.files)
+    if file is not None and not accepted:
         rank_zero_info(f"{why}: {remedy.format('other settings')}")
 
 

@@ -28,7 +28,7 @@ def load_yaml(text: str) -> Any:
     """
     if "*" in text or ":" in text or len(text) > MAX_BYTES:  # else it has neither keys nor aliases
         check_bounds(text)
-    may_name_modules(text)
+    may_name_modules(text, in_file=True)
     try:
         return _load(text)
     except RecursionError as error:  # of PyYAML without libyaml

@@ -212,6 +212,16 @@ def test_a_file_that_names_itself_ends():
     assert len([*parse("--config", "loop.yaml").stated.named()]) < 100
 
 
+@pytest.mark.parametrize("flag", ["name", "ckpt_path", "trainer.default_root_dir", "init_weights", "prompt", "trust+"])
+def test_a_text_that_is_the_name_of_a_file_of_settings_is_not_read(flag: str):
+    Path("broken.yaml").write_text("a: [")
+    assert parse(f"--{flag}", "broken.yaml").stated.at(flag.rstrip("+"))
+    write("text.yaml", {flag.rstrip("+"): "broken.yaml"} if "." not in flag else {})
+    assert parse("--config", "text.yaml").stated.text("model") is None
+    with pytest.raises(ValueError, match=r"broken\.yaml is not YAML"):
+        _ = parse("--model.backbone", "broken.yaml").stated
+
+
 def test_the_parser_gets_files_flags_and_the_folder_of_the_runs_in_this_order():
     arguments = parse("--model.d", "3", "--config", "run.yaml", "--name", "a", "--ckpt_path", "b")
     assert arguments.for_parser(root=None) == ["fit", "--config", "run.yaml", "--model.d", "3"]

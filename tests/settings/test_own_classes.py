@@ -103,7 +103,12 @@ def test_of_somebody_elses_run_the_model_alone_is_used_with_trust(
     for command in ("test", "fit"):
         output = fails(capsys, command, "--ckpt_path", "best", "--trust", KIND)
         assert f"this account did not write {config}" in output
+        sys.modules.pop("my_module", None)
+        monkeypatch.setattr(sys, "path", [path for path in sys.path if path not in ("", str(Path.cwd()))])
+        capsys.readouterr()
         main([command, "--ckpt_path", "best", "--config", str(config), "--trainer.fast_dev_run", "1"])
+        output = capsys.readouterr()
+        assert "this account did not write" not in output.out + output.err  # it is accepted
 
 
 @pytest.mark.parametrize("tool", ["compare", "report", "export", "convert", "data", "sweep"])

@@ -222,5 +222,5 @@ class LSHAttention(Attention):
         self.check(x, state, lengths)
         q, k, _ = self.project(without_padding(x, lengths))
         q, _ = self._rotated(q, k, None if state is None else state.length)
-        with torch.autocast(x.device.type, enabled=False):
+        with self._precision(q):
             return self._buckets(q.to(accumulator(q.dtype)), lengths)

@@ -99,6 +99,7 @@ class RecurrentAttention(Attention):
     """
 
     has_positions = True
+    without_autocast = True
     extra_parameters = ("convolution", "beta_proj", "decay_proj", "a_log", "dt_bias", "norm", "gate_proj", "skip")
 
     activated = False
@@ -161,7 +162,7 @@ class RecurrentAttention(Attention):
         x = without_padding(x, lengths)
         y, state = self._each_way(self._read, x, state, lengths, dims=[2])
         gate = None if self.gate_proj is None else self.gate_proj(x)
-        with torch.autocast(x.device.type, enabled=False):
+        with self._precision(y):
             y = self.norm(y.transpose(1, 2), gate)  # (B, H, N, D) -> (B, N, H D)
         y = self.out_proj(y.to(self.out_proj.weight.dtype))
         return without_padding(y, lengths), state if self.causal else None
@@ -185,7 +186,7 @@ class RecurrentAttention(Attention):
         """
         channels = torch.cat([p(x) for p in (self.q_proj, self.k_proj, self.v_proj)], -1)  # (B, N, C)
         gates = self.gates(x)
-        with torch.autocast(x.device.type, enabled=False):
+        with self._precision(channels):
             if state is None:
                 state = self.empty_state(len(x), None, x.device, channels.dtype)
             if self.causal:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import gc
 import hashlib
 import platform
+import re
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -111,11 +112,8 @@ class Steps:
             self._state = apart(state)
             self._tensors = list(tensors(self._state))
             if self._program is None or not self._program.fits(self._tensors):
-                try:
-                    step = Step(self._backbone, self._embed, self._head, self._state)
-                    self._program = program(step, tokens, self._tensors)
-                except CompilationError as error:
-                    raise refusal(self._backbone, error) from error
+                step = Step(self._backbone, self._embed, self._head, self._state)
+                self._program = program(step, tokens, self._tensors)
         return self._program.run(tokens, self._tensors), self._state
 
 
@@ -132,17 +130,12 @@ def apart(state: State) -> State:
     return map_tensors(own, state)
 
 
-def refusal(backbone: SequenceModule, error: Exception) -> ValueError:
+def refusal(backbone: SequenceModule, reason: str) -> ValueError:
     """Return the error of a step that can't be compiled."""
     kinds = ", ".join(sorted({type(m).__name__ for m in backbone.modules() if isinstance(m, Attention)}))
     return ValueError(
-        f"compile=True: a step of {type(backbone).__name__} ({kinds}) can't be compiled; leave compile out. "
-        f"{type(error).__name__}: {error}"
+        f"compile=True: a step of {type(backbone).__name__} ({kinds}) can't be compiled; leave compile out. {reason}"
     )
-
-
-class CompilationError(Exception):
-    """A step can't be compiled. The message says why."""
 
 
 class Step(nn.Module):
@@ -176,7 +169,8 @@ class Step(nn.Module):
 def program(step: Step, tokens: Tensor, state: Sequence[Tensor]) -> Program:
     """Return the compiled form of `step`, for its present options and any values of its weights.
 
-    The weights are read in each call, at their present addresses. A library that is damaged is made again.
+    The dimensions of the state that grow with the positions may have any size. The weights are read in each call, at
+    their present addresses. A library that is damaged is made again.
 
     Args:
         step: The step.
@@ -184,20 +178,8 @@ def program(step: Step, tokens: Tensor, state: Sequence[Tensor]) -> Program:
         state: The tensors of a state of B rows.
 
     Raises:
-        CompilationError: If the step can't be traced, compiled or loaded.
+        ValueError: If the step can't be traced, compiled or loaded.
     """
-    exported = _traced(step, tokens, list(state))
-    try:
-        path = cpp_build.private_folder("steps") / f"{_key(exported)}.pt2"
-        if not cpp_build.is_intact(path):
-            _compile(exported, path)
-        return Program(_loaded(path, exported), _shapes(exported))
-    except Exception as error:  # of any kind, from inductor, the C++ compiler or the loader
-        raise CompilationError(f"{type(error).__name__}: {error}") from error
-
-
-def _traced(step: Step, tokens: Tensor, state: list[Tensor]) -> torch.export.ExportedProgram:
-    """Trace `step`; the dimensions of `state` that grow with the positions may have any size."""
     few, many = (step.backbone.initial_state(1, max_len=n, device=torch.device("meta")) for n in (64, 128))
     dims = [
         {i: torch.export.Dim.AUTO for i, (m, n) in enumerate(zip(a.shape, b.shape, strict=True)) if m != n}
@@ -205,12 +187,16 @@ def _traced(step: Step, tokens: Tensor, state: list[Tensor]) -> torch.export.Exp
     ]
     try:
         with quiet():
-            return torch.export.export(step, (tokens, state), dynamic_shapes=({}, dims), strict=False)
-    except Exception as error:  # of any kind, from torch.export
+            exported = torch.export.export(step, (tokens, list(state)), dynamic_shapes=({}, dims), strict=False)
+        path = cpp_build.private_folder("steps") / f"{_key(exported)}.pt2"
+        if not cpp_build.is_intact(path):
+            _compile(exported, path)
+        return Program(_loaded(path, exported), _shapes(exported))
+    except Exception as error:  # of any kind, from torch.export, inductor, the C++ compiler or the loader
         reason = f"{type(error).__name__}: {error}"
     finally:
         gc.collect()  # see `interchange.export`: else configurations can't name the modules' classes by short names
-    raise CompilationError(reason)
+    raise refusal(step.backbone, reason)
 
 
 def _key(exported: torch.export.ExportedProgram) -> str:
@@ -246,7 +232,9 @@ def _compile(exported: torch.export.ExportedProgram, path: Path) -> None:
 def _loaded(path: Path, exported: torch.export.ExportedProgram) -> Run:
     with quiet():
         package = torch._inductor.aoti_load_package(str(path))
-    values = {**exported.state_dict, **{_name_in_package(name): t for name, t in exported.constants.items()}}
+    # AOTInductor calls the constant lifted_tensor_0 of a traced program _tensor_constant0.
+    constants = {re.sub(".*lifted_tensor_", "_tensor_constant", name): t for name, t in exported.constants.items()}
+    values = {**exported.state_dict, **constants}
     names = package.get_constant_fqns()
     package.load_constants({name: values[name] for name in names}, check_full_update=True, user_managed=True)
     return lambda tokens, state: package(tokens, state)
@@ -257,9 +245,3 @@ def _shapes(exported: torch.export.ExportedProgram) -> list[list[int | None]]:
     given = set(exported.graph_signature.user_inputs)
     inputs = [node.meta["val"] for node in exported.graph.nodes if node.op == "placeholder" and node.name in given]
     return [[n if isinstance(n, int) else None for n in t.shape] for t in inputs[1:]]  # after the tokens
-
-
-def _name_in_package(name: str) -> str:
-    """Return what AOTInductor calls a constant of a traced program."""
-    _, lifted, number = name.rpartition("lifted_tensor_")
-    return f"_tensor_constant{number}" if lifted else name

@@ -3,6 +3,7 @@
 from functools import partial
 
 import pytest
+import torch
 
 from lit_effattn.laws import FunctionAdapter, HuggingFaceAdapter, check
 
@@ -22,3 +23,10 @@ def test_a_function_is_checked_and_named():
     report = check(adapter, laws=["steps", "no-future"])
     assert [result.status for result in report.results] == ["broken", "ok"], report
     assert report.name == "<lambda>"
+
+
+def test_rows_of_a_cache_without_reorder_cache():
+    keys, mask, rows = torch.arange(6).view(3, 2), torch.arange(12).view(3, 4), torch.tensor([2, 0])
+    cache, chosen = HuggingFaceAdapter.select(None, ({"keys": [keys]}, mask), rows)
+    assert cache["keys"][0].tolist() == [[4, 5], [0, 1]]
+    assert chosen.tolist() == [[8, 9, 10, 11], [0, 1, 2, 3]]

@@ -60,7 +60,8 @@ class HuggingFaceAdapter(Adapter):
         out = module(x, use_cache=True, **options)
         return out.logits, (out.get(name), mask)
 
-    def select(self, module: Any, state: Any, rows: Tensor) -> Any:
+    @staticmethod
+    def select(module: Any, state: Any, rows: Tensor) -> Any:
         """Return rows by the cache's own `reorder_cache`, as beam search does."""
         cache, mask = tree.clone(state)
         if not hasattr(cache, "reorder_cache"):

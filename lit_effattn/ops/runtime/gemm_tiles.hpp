@@ -440,6 +440,4 @@ void in_large_pages(const Heads& t, Index numbers) {
 extern "C" {
 
 int width_of_vectors() { return W; }
-
-int positions_of_a_chunk() { return C; }
 }

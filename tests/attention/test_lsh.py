@@ -71,9 +71,11 @@ def test_hashing_is_in_float32():
     with torch.autocast("cpu", torch.bfloat16):
         _, state = attention(x)
         shared = attention.q_proj(x).view(1, 64, H, -1).transpose(1, 2)
+        buckets = attention.attention_buckets(x)
     assert state.shared.dtype == torch.bfloat16
     expected = hash_buckets(shared.float(), attention.rotations)
     assert torch.equal(state.places.long(), expected.transpose(2, 3))
+    assert torch.equal(buckets, expected)
     rounded = hash_buckets(shared, attention.rotations.bfloat16())
     assert not torch.equal(rounded, expected)
 

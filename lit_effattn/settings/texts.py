@@ -1,7 +1,7 @@
 """Options that are text: their value is exactly the text on the command line or the string in a file.
 
 jsonargparse reads every value as YAML first, where `null`, `# a title` and `x: y.wav` are not strings. It has no public
-way to change that: `register_type` takes neither `str` nor a union, and the parsers of nested classes are its own. So
+way to change that for `str | None`: `register_type` takes no union, and its own parsers parse nested classes. So
 the class of its options is extended (`ActionTypeHint`), whose values for a class's option are pairs (`NestedArg`), and
 the options that Lightning adds are found in the parser's list (`_actions`).
 """

@@ -388,11 +388,16 @@ def decay_parameters(n_heads: int, width: int, least: float = 1.0) -> tuple[nn.P
     return nn.Parameter(a_log), nn.Parameter(step + (-torch.expm1(-step)).log())
 
 
+def step_sizes(raw: Tensor, dt_bias: Tensor) -> Tensor:
+    """Return Δ = softplus(raw + b) of (B, N, H) or, for a step per channel, (B, N, H, D_qk), in float32 or more."""
+    full = accumulator(raw.dtype)
+    shifted = raw.to(full) + dt_bias.to(full).view(raw.shape[2:])
+    # Flat: PyTorch compiles softplus' backward pass for other strides than a transposed gradient has.
+    return F.softplus(shifted.flatten()).view_as(shifted)
+
+
 def log_decay(raw: Tensor, a_log: Tensor, dt_bias: Tensor) -> Tensor:
     """Return −a softplus(raw + b) of (B, N, H) or, for a decay per channel, (B, N, H, D_qk), in float32 or more."""
-    full = accumulator(raw.dtype)
-    a = a_log.to(full).exp()  # (H,)
-    shifted = raw.to(full) + dt_bias.to(full).view(raw.shape[2:])
-    # Flat: PyTorch 2.11 compiles softplus' backward pass for other strides than a transposed gradient has.
-    step = F.softplus(shifted.flatten()).view_as(shifted)
+    step = step_sizes(raw, dt_bias)
+    a = a_log.to(step.dtype).exp()  # (H,)
     return -(a if raw.dim() == 3 else a[:, None]) * step

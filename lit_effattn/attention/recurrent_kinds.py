@@ -20,6 +20,7 @@ from lit_effattn.attention.recurrent import (
     decay_parameters,
     log_decay,
     per_head,
+    step_sizes,
     unit_length,
 )
 from lit_effattn.checks import at_least, positive
@@ -176,10 +177,8 @@ class Mamba2Attention(RecurrentAttention):
 
     def gates(self, x: Tensor) -> Gates:
         """Compute −a Δ and Δ."""
-        raw = self.decay_proj(x)  # (B, N, H)
-        full = accumulator(raw.dtype)
-        step = F.softplus(raw.to(full) + self.dt_bias.to(full))
-        return Gates(-self.a_log.to(full).exp() * step, step=step)
+        step = step_sizes(self.decay_proj(x), self.dt_bias)  # (B, N, H)
+        return Gates(-self.a_log.to(step.dtype).exp() * step, step=step)
 
 
 class _DeltaRule(RecurrentAttention):

@@ -8,7 +8,7 @@ UV     := $(BIN)/uv
 BEST   := --ckpt_path best --trainer.default_root_dir runs/$(basename $(notdir $(CONFIG)))
 
 .DEFAULT_GOAL := help
-.PHONY: help install locked demo test test-all test-machines faults lint bench reproduce-small models docs clean
+.PHONY: help install locked demo test test-all test-machines faults lint bench bench-gpu reproduce-small models docs clean
 .PHONY: laws-of-others lock lint-release release-check release audit sbom
 
 help:  ## Show what can be made.
@@ -50,6 +50,9 @@ lint: $(VENV)/.installed-dev  ## Lint with ruff and scripts/lint.py, and check t
 
 bench: $(VENV)/.installed-dev  ## Measure what it costs, beside other libraries if they are there (5 minutes on 2 cores).
 	$(BIN)/python -m benchmarks
+
+bench-gpu: $(VENV)/.installed-dev  ## Measure what it costs on a GPU (under 9 minutes).
+	$(BIN)/python -m benchmarks gpu
 
 reproduce-small: $(VENV)/.installed-dev  ## Train the papers' figures in small; docs/reproduce.md gets them (two hours on 2 cores, resumable).
 	$(BIN)/python -m benchmarks reproduce

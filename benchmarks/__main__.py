@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from benchmarks import generation, kernels, layers, reproduce, scaling, steps
+from benchmarks import generation, gpu, kernels, layers, reproduce, scaling, steps
 from benchmarks.report import Report, publish
 
 BENCHMARKS = {
@@ -39,6 +39,8 @@ def main(argv: list[str]) -> None:
     """Run the benchmark that `argv` names, or the short version with `argv` as options of each run."""
     if not argv or (argv[0].startswith("-") and argv[0] not in ("-h", "--help")):
         _one_by_one(argv)
+    elif argv[0] == "gpu":
+        gpu.main(_parse(argv))
     else:
         _run(_parse(argv), argv)
 
@@ -66,7 +68,10 @@ def _log(*lines: str) -> None:
 
 def _parse(argv: list[str]) -> argparse.Namespace:
     parser = _parser()
-    return parser.parse_args(argv)
+    args = parser.parse_args(argv)
+    if args.benchmark == "gpu" and args.device.type != "cuda" and not args.dry_run:
+        parser.error(f"gpu needs a CUDA device, not {args.device}; --dry_run tries every line on a CPU")
+    return args
 
 
 def _run(args: argparse.Namespace, argv: list[str]) -> None:
@@ -87,7 +92,7 @@ def _parser() -> argparse.ArgumentParser:
         f"version of {', '.join(dict.fromkeys(words.split()[0] for words in SHORT))}; options are passed on to each.",
     )
     commands = parser.add_subparsers(dest="benchmark", required=True)
-    for name, benchmark in BENCHMARKS.items():
+    for name, benchmark in {**BENCHMARKS, "gpu": gpu}.items():
         summary = (benchmark.__doc__ or "").splitlines()[0]
         command = commands.add_parser(name, help=summary, description=summary, allow_abbrev=False)
         about = f"also write {name}.md and {name}.json" + (f", and draw {name}.png" if name in PICTURED else "")

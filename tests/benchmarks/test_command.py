@@ -2,6 +2,7 @@ import sys
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from benchmarks import __main__ as command
 
@@ -41,9 +42,11 @@ def test_one_that_fails_does_not_lose_the_others(ran, capsys):
 
 def test_what_is_invalid_is_refused_before_the_first_run(ran, monkeypatch, capsys):
     monkeypatch.setattr(command, "SHORT", ("steps --small", "kernels --no_such_option"))
-    with pytest.raises(SystemExit):
-        command.main([])
-    assert "--no_such_option" in capsys.readouterr().err
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    for words, complaint in ((), "--no_such_option"), (["gpu"], "gpu needs a CUDA device, not cpu"):
+        with pytest.raises(SystemExit):
+            command.main(list(words))
+        assert complaint in capsys.readouterr().err
     assert ran.runs == []
 
 

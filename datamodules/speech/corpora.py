@@ -62,8 +62,8 @@ def read_manifest(path: Path, *, spoken: bool = True) -> list[ManifestLine]:
         except ValueError as error:
             bad.append(f"{record.where}: {error}")
     if bad:
-        more = f"\nand {len(bad) - _SHOWN} more" if len(bad) > _SHOWN else ""
-        raise ValueError("\n".join(bad[:_SHOWN]) + f"{more}\ncorrect or delete these lines")
+        more = f"; and {len(bad) - _SHOWN} more" if len(bad) > _SHOWN else ""
+        raise ValueError("; ".join(bad[:_SHOWN]) + f"{more}; correct or delete these lines")
     if not lines:
         raise ValueError(f"{path}: has no utterance; add a line for each")
     _check_unique(lines)

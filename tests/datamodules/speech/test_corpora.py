@@ -94,7 +94,7 @@ def test_bad_lines_are_counted_and_a_line_in_another_encoding_is_named(tmp_path:
         read_manifest(Path(manifest(tmp_path / "x.jsonl", *["?"] * 8)))
     path = Path(manifest(tmp_path / "x.jsonl", line(text="x"), '{"audio_filepath": "b.wav", "text": "été"}'))
     path.write_bytes(path.read_text(encoding="utf-8").encode("latin-1"))
-    with pytest.raises(ValueError, match=r"x\.jsonl:2: is not UTF-8 \(.* at byte 37\)\ncorrect or delete"):
+    with pytest.raises(ValueError, match=r"x\.jsonl:2: is not UTF-8 \(.* at byte 37\); correct or delete"):
         read_manifest(path)
     with pytest.raises(FileNotFoundError, match=r"no such manifest.*audio_filepath"):
         read_manifest(tmp_path / "nowhere")

@@ -94,9 +94,6 @@ LIGHT = ("checks", "registry", "hparams", "sequence", "ops", "attention", "laws"
 USERS_OWN = {"counting", "my_classes"}
 """Configurations that a page asks the reader to write."""
 
-LISTINGS = ("glob", "rglob", "iterdir", "listdir", "scandir")
-"""Functions that return the files of a folder in an order that depends on the disk."""
-
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.M | re.S)
 
 
@@ -348,33 +345,8 @@ def pages(repository: Repository) -> Problems:
         yield "docs/tutorial.ipynb", 1, "its outputs must be small, and without paths of a machine"
 
 
-def cases(repository: Repository) -> Problems:
-    """Cases of tests are in an order that all processes share: pytest-xdist refuses any other."""
-    for name in repository.tests:
-        if not re.search(rf"\b({'|'.join(LISTINGS)})\(", repository.texts[name]):
-            continue
-        for node in repository.tree(name).body:
-            for part in node.decorator_list if isinstance(node, ast.FunctionDef | ast.ClassDef) else [node]:
-                yield from ((name, line, "files have no order: use sorted(…)") for line in _unsorted(part))
-
-
-def _unsorted(node: ast.AST) -> Iterator[int]:
-    """Yield the lines of listings of a folder outside `sorted` and sets."""
-    if isinstance(node, ast.SetComp | ast.Set | ast.FunctionDef | ast.ClassDef):
-        return
-    if isinstance(node, ast.Call):
-        called = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
-        if called in ("sorted", "set", "frozenset"):
-            return
-        if called in LISTINGS:
-            yield node.lineno
-    for child in ast.iter_child_nodes(node):
-        yield from _unsorted(child)
-
-
-CHECKS: tuple[Callable[[Repository], Iterable[tuple[str, int, str]]], ...] = (
-    *(forms, docstrings, rooms, circles, light, links, configurations, pages, cases),
-)
+CHECKS: tuple[Callable[[Repository], Iterable[tuple[str, int, str]]], ...]
+CHECKS = (forms, docstrings, rooms, circles, light, links, configurations, pages)
 
 
 def problems(repository: Repository) -> list[str]:

@@ -24,7 +24,6 @@ import re
 import shutil
 import subprocess
 import sys
-import tarfile
 import tempfile
 import time
 import zipfile
@@ -98,7 +97,7 @@ def build_twice(out: Path) -> tuple[Path, Path]:
         for path in sorted(out.iterdir()):
             first = sha256(path)
             if first != sha256(second / path.name):
-                sys.exit(f"{path.name} differs from a build of the last commit: {', '.join(changed(path, second))}")
+                sys.exit(f"{path.name} differs from a build of the last commit; commit the changes, and compare again")
             print(f"{path.name}: {path.stat().st_size:,} bytes, sha256 {first}, equal in two builds")
     (sdist,), (wheel,) = out.glob("*.tar.gz"), out.glob("*.whl")
     return sdist, wheel
@@ -118,22 +117,6 @@ def sha256(path: Path) -> str:
     return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
-def changed(path: Path, second: Path) -> list[str]:
-    """Return the names of the members in which two archives differ."""
-    first, other = (members(archive) for archive in (path, second / path.name))
-    return sorted(name for name in first.keys() | other.keys() if first.get(name) != other.get(name)) or ["the archive"]
-
-
-def members(archive: Path) -> dict[str, bytes]:
-    """Return the contents of an archive's files by their names."""
-    if archive.suffix == ".whl":
-        with zipfile.ZipFile(archive) as wheel:
-            return {name: wheel.read(name) for name in wheel.namelist()}
-    with tarfile.open(archive) as sdist:
-        files = {member.name: sdist.extractfile(member) for member in sdist.getmembers()}
-        return {name: file.read() for name, file in files.items() if file is not None}
-
-
 def check_files(sdist: Path, wheel: Path, tag: str | None = None) -> None:
     """Check metadata, contents, long description, changelog and tag.
 
@@ -142,7 +125,9 @@ def check_files(sdist: Path, wheel: Path, tag: str | None = None) -> None:
     """
     run([sys.executable, "-m", "twine", "check", "--strict", str(sdist), str(wheel)])
     run([sys.executable, "-m", "check_wheel_contents", str(wheel)])
-    metadata = next(text for name, text in members(wheel).items() if name.endswith(".dist-info/METADATA")).decode()
+    with zipfile.ZipFile(wheel) as file:
+        (name,) = (name for name in file.namelist() if name.endswith(".dist-info/METADATA"))
+        metadata = file.read(name).decode()
     if links := relative_links(metadata):
         sys.exit(f"the long description has relative links: {', '.join(links)}")
     version = wheel.name.split("-")[1]

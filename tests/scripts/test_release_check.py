@@ -28,16 +28,6 @@ def test_relative_links_become_absolute_or_text():
     assert release_check.relative_links("[a](b.md), [c](https://d), [e](#f), ![g](h.png)") == ["b.md", "h.png"]
 
 
-def test_the_members_that_differ_are_named(tmp_path: Path):
-    for folder, content in (("one", "1"), ("two", "2")):
-        (tmp_path / folder).mkdir()
-        with zipfile.ZipFile(tmp_path / folder / "a.whl", "w") as wheel:
-            wheel.writestr("same.py", "0")
-            wheel.writestr("differs.py", content)
-            wheel.writestr(f"{folder}.py", "")
-    assert release_check.changed(tmp_path / "one" / "a.whl", tmp_path / "two") == ["differs.py", "one.py", "two.py"]
-
-
 def test_the_process_environment_has_no_paths_of_python(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     monkeypatch.setenv("PYTHONPATH", "/elsewhere")
     assert "PYTHONPATH" not in release_check.clean(tmp_path)

@@ -339,13 +339,17 @@ def _with_first_slots(empty: Tensor, stored: Tensor) -> Tensor:
 # ----------------------------------------------------------------------------------------------------- donated states
 
 
-class _Donated(threading.local):
-    """Whether the current thread is inside `donated()`. `torch.compile` of PyTorch 2.11 cannot trace a ContextVar."""
+class _Context(threading.local):
+    """State of the current thread. `torch.compile` of PyTorch 2.11 cannot trace a ContextVar."""
 
-    now = False
+    is_donated = False
+    """Whether the thread is inside `donated()`."""
+
+    parts: Any = None
+    """The `sequence_parallel.Parts`, None outside `sequence_parallel`."""
 
 
-_donated = _Donated()
+_context = _Context()
 
 
 @contextmanager
@@ -355,40 +359,31 @@ def donated(is_donated: bool = True) -> Iterator[None]:
     A donated state may be overwritten in place and must not be used again. A key/value cache is then written in place;
     copying it for every new token would cost more than the attention itself.
     """
-    before, _donated.now = _donated.now, is_donated
+    before, _context.is_donated = _context.is_donated, is_donated
     try:
         yield
     finally:
-        _donated.now = before
+        _context.is_donated = before
 
 
 def may_overwrite() -> bool:
     """Whether the current state may be written in place: it is donated, and gradients are disabled."""
-    return not torch.is_grad_enabled() and _donated.now
+    return not torch.is_grad_enabled() and _context.is_donated
 
 
 # ------------------------------------------------------------------------------------------------- parts of a sequence
 
 
-class _Parallel(threading.local):
-    """The `sequence_parallel.Parts` of the current thread, None outside `sequence_parallel`."""
-
-    parts: Any = None
-
-
-_parallel = _Parallel()
-
-
 @contextmanager
 def in_parts(parts: Any) -> Iterator[None]:
     """Let every call in the context compute one of several parts: see `sequence_parallel`."""
-    before, _parallel.parts = _parallel.parts, parts
+    before, _context.parts = _context.parts, parts
     try:
         yield
     finally:
-        _parallel.parts = before
+        _context.parts = before
 
 
 def parts() -> Any:
     """Return the `Parts` of the innermost `sequence_parallel`; None outside."""
-    return _parallel.parts
+    return _context.parts

@@ -16,13 +16,12 @@ from lit_effattn.ops.continuous import (
     evaluate_signal,
     even_times,
     expected_basis,
-    fit_matrix,
+    fit_matrices,
     jitter,
     left_edges,
     normal_masses,
     pseudorandom,
     quantiles,
-    refit_matrix,
     width_divergence,
 )
 from lit_effattn.sequence import accumulator, reads_values
@@ -148,10 +147,9 @@ class LongTermMemory:
         """Compute the matrices that fit the signal. They are not buffers, so that `half()` does not round them."""
         weight, basis = self.density.weight, (self.density.in_features, self.widths)
         options: dict[str, Any] = {"dtype": accumulator(weight.dtype), "device": weight.device}
-        self.fit_first = fit_matrix(0, self.segment_len, self.tau, *basis, self.ridge, **options)
+        self.fit_first, _ = fit_matrices(0, self.segment_len, self.tau, *basis, self.ridge, **options)
         later = (self.n_samples, self.segment_len, self.tau, *basis, self.ridge)
-        self.fit_next = fit_matrix(*later, **options, grid=self.grid)
-        self.refit = refit_matrix(*later, **options, grid=self.grid)
+        self.fit_next, self.refit = fit_matrices(*later, **options, grid=self.grid)
         self.centres_variances = basis_of(*basis, **options)
 
     def __call__(

@@ -17,7 +17,7 @@ from lit_effattn.attention.kv_cache import newest
 from lit_effattn.checks import at_least, positive
 from lit_effattn.ops.convolution import short_convolution
 from lit_effattn.ops.gated_linear import fla
-from lit_effattn.ops.gated_linear.pytorch import gated_linear_attention, gated_linear_step, gated_linear_weights
+from lit_effattn.ops.gated_linear.pytorch import gated_linear_attention, gated_linear_step
 from lit_effattn.sequence import (
     State,
     accumulator,
@@ -232,12 +232,21 @@ class RecurrentAttention(Attention):
     def _weights_of(
         self, channels: Tensor, gates: Gates, state: RecurrentState, lengths: Tensor | None, of: slice
     ) -> tuple[Tensor, Tensor]:
-        """Compute the weights of the heads `of`, (B, H, N, N), and the newest inputs of the convolution."""
+        """Compute the weights of the heads `of`, (B, H, N, N), and the newest inputs of the convolution.
+
+        The outputs are linear in the values, so unit vectors as values give the weights.
+        """
         heads, recent = self._heads_of(channels, gates, state, lengths, of)
-        weights = gated_linear_weights(heads.q, heads.k, log_decay=heads.log_decay, beta=heads.beta, lengths=lengths)
-        if heads.skip is not None:
-            weights = weights + heads.skip * torch.eye(weights.size(2), device=weights.device, dtype=weights.dtype)
-        return weights, recent
+        b, h, n, d = heads.q.shape
+        unit = torch.eye(n, dtype=heads.q.dtype, device=heads.q.device)  # (N, N)
+        options: dict[str, Any] = {"log_decay": heads.log_decay, "beta": heads.beta, "lengths": lengths}
+        arguments = (
+            *heads[:2],
+            unit.expand(b, h, n, n),
+            heads.q.new_zeros(b, h, d, n, dtype=accumulator(heads.q.dtype)),
+        )
+        weights, _ = gated_linear_attention(*arguments, **options)
+        return weights if heads.skip is None else weights + heads.skip * unit, recent
 
     def _heads_of(
         self, channels: Tensor, gates: Gates, state: RecurrentState, lengths: Tensor | None, of: slice

@@ -6,10 +6,9 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
-from typing import TYPE_CHECKING, NamedTuple, TypedDict
+from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
@@ -18,19 +17,6 @@ from lit_effattn.generation.compiled import Steps, refusal
 from lit_effattn.nn.heads import Head
 from lit_effattn.ops.runtime.check_inductor import check_inductor
 from lit_effattn.sequence import SequenceModule, State, donated, reads_values, reorder, tensors
-
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
-
-
-class SamplingOptions(TypedDict, total=False):
-    """The fields of `Sampling` as keyword arguments."""
-
-    temperature: float
-    top_k: int | None
-    top_p: float | None
-    seed: int
-    compile: bool
 
 
 @dataclass(frozen=True)
@@ -105,10 +91,22 @@ def draw(
     Raises:
         ValueError: If a log-probability is NaN. On a GPU this is not checked.
     """
+    check_log_probs(log_probs)
     if temperature == 0:
-        check_log_probs(log_probs)
         return log_probs.argmax(-1)
-    return inverted(reshaped(log_probs, temperature, top_k, top_p), uniform)
+    log_probs = log_probs.double()
+    p = ((log_probs - log_probs.amax(-1, keepdim=True)) / temperature).softmax(-1)  # no overflow of any quotient
+    if top_k is not None or top_p is not None:
+        ordered, index = p.sort(dim=-1, descending=True, stable=True)
+        if top_k is not None:
+            ordered[..., top_k:] = 0
+        if top_p is not None:
+            likelier = ordered.cumsum(-1) - ordered
+            ordered = ordered.masked_fill(likelier >= top_p * ordered.sum(-1, keepdim=True), 0)
+        p = torch.zeros_like(p).scatter(-1, index, ordered)
+    cumulative = p.cumsum(-1)
+    level = torch.searchsorted(cumulative, uniform[:, None] * cumulative[:, -1:], right=True)
+    return level.squeeze(-1).clamp(max=p.size(-1) - 1)
 
 
 def check_log_probs(log_probs: Tensor) -> None:
@@ -123,31 +121,6 @@ def check_prompt(prompt: Tensor) -> None:
         raise ValueError(
             f"prompt has shape {tuple(prompt.shape)}; expected (batch, length) with at least one row and one token"
         )
-
-
-def reshaped(log_probs: Tensor, temperature: float, top_k: int | None, top_p: float | None) -> Tensor:
-    """Return (…, L) in float64, proportional to the probabilities with which `draw` draws, from log_probs (…, L)."""
-    check_log_probs(log_probs)
-    if temperature == 0:
-        return F.one_hot(log_probs.argmax(-1), log_probs.size(-1)).double()
-    log_probs = log_probs.double()
-    p = ((log_probs - log_probs.amax(-1, keepdim=True)) / temperature).softmax(-1)  # no overflow of any quotient
-    if top_k is not None or top_p is not None:
-        ordered, index = p.sort(dim=-1, descending=True, stable=True)
-        if top_k is not None:
-            ordered[..., top_k:] = 0
-        if top_p is not None:
-            likelier = ordered.cumsum(-1) - ordered
-            ordered = ordered.masked_fill(likelier >= top_p * ordered.sum(-1, keepdim=True), 0)
-        p = torch.zeros_like(p).scatter(-1, index, ordered)
-    return p
-
-
-def inverted(p: Tensor, uniform: Tensor) -> Tensor:
-    """Return the level (B,) at which the cumulative sum of p (B, L) exceeds `uniform` (B,) of its total."""
-    cumulative = p.cumsum(-1)
-    level = torch.searchsorted(cumulative, uniform[:, None] * cumulative[:, -1:], right=True)
-    return level.squeeze(-1).clamp(max=p.size(-1) - 1)
 
 
 @torch.no_grad()
@@ -166,7 +139,7 @@ def generate(
     keep: Callable[[Kept], None] | None = None,
     progress: Callable[[Iterable[int]], Iterable[int]] = iter,
     on_tokens: Callable[[Tensor], None] | None = None,
-    **options: Unpack[SamplingOptions],
+    **options: Any,
 ) -> Tensor:
     """Continue `prompt` by `n_tokens` tokens.
 
@@ -250,7 +223,7 @@ def generate_each(
     batch_size: int = 32,
     sampling: Sampling = AS_TRAINED,
     progress: Callable[[Iterable[int]], Iterable[int]] = iter,
-    **options: Unpack[SamplingOptions],
+    **options: Any,
 ) -> list[Tensor]:
     """Continue each prompt by `n_tokens` tokens, in padded batches of at most `batch_size` samples.
 
@@ -383,15 +356,7 @@ _MOST_PROGRAMS = 128
 def _compiled_steps(
     model: _Model, prompt: Tensor, lengths: Tensor | None, uniform: Tensor, state: State | None
 ) -> Iterator[tuple[Tensor, State]]:
-    """Yield what `_steps` does. A step's inputs and outputs stay at the same address while the state has room.
-
-    Args:
-        model: See `_steps`.
-        prompt: See `_steps`.
-        lengths: See `_steps`.
-        uniform: See `_steps`.
-        state: See `_steps`.
-    """
+    """Yield what `_steps` does. A step's inputs and outputs stay at the same address while the state has room."""
     rows, n = prompt.shape
     on_cpu = _on_cpu(prompt.device)
     length = getattr(state, "length", None)

@@ -13,9 +13,6 @@ from lit_effattn.laws.comparison import Check, Claim, Pair, Tolerance, percent
 from lit_effattn.laws.law import Law, Trial, full
 from lit_effattn.laws.subject import Subject, stream
 
-# The spacing of numbers near 1 is 2⁻⁷ in bfloat16 and 2⁻¹⁰ in float16. An output is rounded to half of it, and so are
-# x, the weights, q, k and v before, whose errors add at random: four spacings. A drifting sum is off by far more.
-SPACINGS = {torch.bfloat16: 2.0**-7, torch.float16: 2.0**-10}
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -151,7 +148,9 @@ class Precision(Law):
             return [Claim(False, f"outputs in {name} are not finite, first at position {at}")]
         errors = (y.float() - y_exact).norm(dim=-1) / y_exact.norm(dim=-1)
         error = (errors.median() if adapter.jumps else errors.max()).item()
-        bound = adapter.spacings * SPACINGS[dtype]
+        # An output is rounded to half of the spacing of numbers near 1, and so are x, the weights, q, k and v before,
+        # whose errors add at random: four spacings. A drifting sum is off by far more.
+        bound = adapter.spacings * torch.finfo(dtype).eps
         kind = "the median position's" if adapter.jumps else f"position {int(errors.argmax())}'s"
         return [
             Claim(

@@ -156,20 +156,6 @@ def starts_of(cu_seqlens: Tensor) -> Tensor:
     return starts
 
 
-def cu_seqlens_of(starts: Tensor) -> Tensor:
-    """Undo `starts_of`: (1, N) booleans, of which the first is True, -> (S + 1,) of type int32.
-
-    Raises:
-        ValueError: If `starts` has another shape or type, or no sequence begins at position 0.
-    """
-    if starts.dim() != 2 or starts.size(0) != 1 or starts.dtype != torch.bool:
-        raise ValueError(f"starts is {starts.dtype} of shape {tuple(starts.shape)}; expected booleans of shape (1, N)")
-    if not starts[:, :1].all():
-        raise ValueError("starts is False at position 0, but cu_seqlens have a sequence that begins there")
-    begins = starts[0].nonzero()[:, 0]
-    return torch.cat([begins, begins.new_tensor([starts.size(1)])]).int()
-
-
 def alike(sizes: Tensor, pieces: Tensor) -> Iterator[Tensor]:
     """Yield groups of `pieces`, the longest first, each for a padded call.
 

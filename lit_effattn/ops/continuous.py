@@ -26,7 +26,7 @@ def basis_of(
     """Return the basis ψ_j(t) = N(t; μ_j, σ_j²): its centres μ, (n_basis / W,), and its variances σ², (W,).
 
     The centres are even on [0, 1], and the same for each of the W widths; all functions of one width come before those
-    of the next. All callers get the same tensors: see `fit_matrix`.
+    of the next. All callers get the same tensors: see `fit_matrices`.
     """
     with torch.inference_mode(False):
         centres = torch.linspace(0, 1, n_basis // len(widths), dtype=torch.float64, device=device)
@@ -94,7 +94,7 @@ def ridge(psi: Tensor, penalty: float) -> Tensor:
 
 
 @lru_cache(maxsize=64)
-def fit_matrix(
+def fit_matrices(
     n_old: int,
     n_new: int,
     tau: float,
@@ -104,8 +104,10 @@ def fit_matrix(
     dtype: torch.dtype,
     device: torch.device,
     grid: Grid = "midpoints",
-) -> Tensor:
-    """Return the matrix that maps n_old vectors, evenly on [0, τ], and n_new, evenly on [τ, 1], to coefficients.
+) -> tuple[Tensor, Tensor]:
+    """Return the matrices that fit a signal to n_old vectors, evenly on [0, τ], and n_new, evenly on [τ, 1].
+
+        B' = G [X_old; X_new];  if X_old is the old signal at even times, B' = G_old Ψᵀ B + G_new X_new
 
         "midpoints":  old vector i at τ (i − ½) / n_old,  new vector i at τ + (1 − τ) (i − ½) / n_new,  i = 1, 2, …
         "ends":       old vector i at τ i / n_old,        new vector i at τ + (1 − τ) i / n_new
@@ -114,7 +116,7 @@ def fit_matrix(
     targets on [0, 1]; their columns are left out, since they are multiplied by 0. With "midpoints" the zeros are at
     −(i − ½) / n and 1 + (i − ½) / n, with "ends" they are those of 2n even points from −½ + 1/(n + n_new) to
     1½ − 1/(n + n_new) that are outside [0, 1], as in the authors' code. Their first fit, n_old = 0, is "midpoints".
-    Solved in float64, once for each choice of arguments. All callers share the result, so it must not be changed in
+    Solved in float64, once for each choice of arguments. All callers share the results, so they must not be changed in
     place. Do not call this function in compiled code.
 
     Args:
@@ -124,15 +126,15 @@ def fit_matrix(
         n_basis: Number of basis functions: see `basis_of`.
         widths: Widths of the basis functions.
         penalty: λ of `ridge`.
-        dtype: Type of the result.
-        device: Device of the result.
+        dtype: Type of the results.
+        device: Device of the results.
         grid: Where the vectors are placed if n_old is not 0.
 
     Returns:
-        (n_basis, n_old + n_new).
+        G, (n_basis, n_old + n_new), and G_old Ψᵀ, (n_basis, n_basis).
     """
     cpu = torch.device("cpu")
-    # Not an inference tensor: it is cached, and training may use one that validation made.
+    # Not inference tensors: they are cached, and training may use those that validation made.
     with torch.inference_mode(False), torch.no_grad():
         start = tau if n_old else 0.0
         n, grid = n_old + n_new, grid if n_old else "midpoints"
@@ -144,40 +146,13 @@ def fit_matrix(
         else:
             outside = even_times(n, dtype=torch.float64, device=cpu)[: (n + 1) // 2]
             zeros = torch.cat([-outside, 1 + outside])
-        times = torch.cat([start * old, start + (1 - start) * new, zeros])
-        psi = expected_basis(
-            times, torch.zeros_like(times), basis_of(n_basis, widths, dtype=torch.float64, device=cpu)
-        )  # (T, n_basis)
-        return ridge(psi, penalty)[:, :n].to(device, dtype).contiguous()
-
-
-@lru_cache(maxsize=64)
-def refit_matrix(
-    n_old: int,
-    n_new: int,
-    tau: float,
-    n_basis: int,
-    widths: tuple[float, ...],
-    penalty: float,
-    dtype: torch.dtype,
-    device: torch.device,
-    grid: Grid = "midpoints",
-) -> Tensor:
-    """Return the matrix that maps old coefficients to their share of the new ones, for a signal moved to [0, τ].
-
-        B' = G_old Ψᵀ B + G_new X,  [G_old, G_new] = fit_matrix(…),  Ψ the basis at n_old even times
-
-    The product is computed once, in float64, so an update needs no sampling. See `fit_matrix` for the arguments.
-
-    Returns:
-        G_old Ψᵀ, (n_basis, n_basis).
-    """
-    cpu = torch.device("cpu")
-    with torch.inference_mode(False), torch.no_grad():
-        fit = fit_matrix(n_old, n_new, tau, n_basis, widths, penalty, torch.float64, cpu, grid)[:, :n_old]
-        times = even_times(n_old, grid, dtype=torch.float64, device=cpu)
         basis = basis_of(n_basis, widths, dtype=torch.float64, device=cpu)
-        return (fit @ expected_basis(times, torch.zeros_like(times), basis)).to(device, dtype)
+
+        def at(times: Tensor) -> Tensor:
+            return expected_basis(times, torch.zeros_like(times), basis)
+
+        fit = ridge(at(torch.cat([start * old, start + (1 - start) * new, zeros])), penalty)[:, :n].contiguous()
+        return fit.to(device, dtype), (fit[:, :n_old] @ at(old)).to(device, dtype)
 
 
 def normal_masses(mean: Tensor, variance: Tensor, n_bins: int) -> Tensor:

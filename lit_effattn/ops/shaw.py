@@ -42,7 +42,12 @@ def shaw_attention(
     Returns:
         (B, H, N, D).
     """
-    scores, index = shaw_scores(q, k, distance, key_table, max_distance=max_distance)
+    index = distance.clamp(-max_distance, len(key_table) - 1 - max_distance) + max_distance  # rows of the tables
+    index = index[:, None].expand(*q.shape[:3], -1)  # (B, H, N, M)
+    q = q / math.sqrt(q.size(-1))
+    by_distance = q @ key_table.T  # (B, H, N, R)
+    # In place, to avoid a copy of N × M numbers; no gradient needs the previous values.
+    scores = (q @ k.transpose(-1, -2)).add_(by_distance.gather(-1, index))
     if mask is not None:
         scores = scores.masked_fill_(~mask, -torch.inf)
     weights = scores.softmax(-1)
@@ -50,19 +55,3 @@ def shaw_attention(
         weights = F.dropout(weights, dropout)
     of_distance = scores.new_zeros(*q.shape[:3], len(key_table)).scatter_add(-1, index, weights)  # (B, H, N, R)
     return weights @ v + of_distance @ value_table
-
-
-def shaw_scores(
-    q: Tensor, k: Tensor, distance: Tensor, key_table: Tensor, *, max_distance: int
-) -> tuple[Tensor, Tensor]:
-    """Return the scores q_i · (k_j + aᵏ_d) / √D of `shaw_attention`, and the row of d in `key_table`.
-
-    Returns:
-        Two tensors (B, H, N, M).
-    """
-    index = distance.clamp(-max_distance, len(key_table) - 1 - max_distance) + max_distance
-    index = index[:, None].expand(*q.shape[:3], -1)  # (B, H, N, M)
-    q = q / math.sqrt(q.size(-1))
-    by_distance = q @ key_table.T  # (B, H, N, R)
-    # In place, to avoid a copy of N × M numbers; no gradient needs the previous values.
-    return (q @ k.transpose(-1, -2)).add_(by_distance.gather(-1, index)), index

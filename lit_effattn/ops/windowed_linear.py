@@ -60,19 +60,14 @@ def windowed_linear_attention(
 
 
 def _near(q: Tensor, k: Tensor, v: Tensor, gamma: Tensor, window: int, past: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Return the softmax terms' sums with values and without, (B, H, N, D) and (B, H, N, 1)."""
+    """Return the softmax terms' sums with values and without, (B, H, N, D) and (B, H, N, 1).
+
+    A term is γ exp(score − c), with c the largest score that a query sees. A row of padding may see nothing; its terms
+    are then 0.
+    """
     b, _, n, d = q.shape
     q, k, v, seen = window_tiles(q, k, v, window, past)
-    terms = window_terms(q @ k.mT * d**-0.5, seen, gamma)  # (B·⌈N/S⌉, H, S, S + R)
-    return untiled(terms @ v, b, n), untiled(terms.sum(-1, keepdim=True), b, n)
-
-
-def window_terms(scores: Tensor, seen: Tensor, gamma: Tensor) -> Tensor:
-    """Return γ exp(scores − c) where `seen` is True, else 0; c is the largest score that a query (row) sees.
-
-    A row of padding may see nothing; its terms are then 0.
-    """
-    scores = scores.masked_fill(~seen, -torch.inf)
+    scores = (q @ k.mT * d**-0.5).masked_fill(~seen, -torch.inf)  # (B·⌈N/S⌉, H, S, S + R)
     largest = scores.amax(-1, keepdim=True)
-    terms = (scores - largest.masked_fill(largest == -torch.inf, 0)).exp()
-    return gamma[:, None, None] * terms
+    terms = gamma[:, None, None] * (scores - largest.masked_fill(largest == -torch.inf, 0)).exp()
+    return untiled(terms @ v, b, n), untiled(terms.sum(-1, keepdim=True), b, n)

@@ -1,4 +1,8 @@
-"""Files of states: where a generated sequence or a stream of sound stops, for a later process to go on from."""
+"""Files of states: where a generated sequence or a stream of sound stops, for a later process to go on from.
+
+A file holds tensors in the safetensors format, and a few numbers as JSON: a checksum, the fingerprint of the weights
+(not the weights), and the sizes of the states that the model makes.
+"""
 
 from __future__ import annotations
 
@@ -21,22 +25,22 @@ if TYPE_CHECKING:
     from lit_effattn.tasks.speech_stream import SpeechStream
 
 _METADATA = "lit_effattn_state"
-_TOKENS = "tokens"
+_META = torch.device("meta")
 
 
 def save_state(kept: Kept, path: Path, task: Any) -> None:
-    """Write a file that `load_state` reads: tensors in the safetensors format, and a few numbers as JSON.
+    """Write a file that `load_state` reads.
 
     Args:
         kept: The state of `task.backbone`, and tokens: of a text those that it has not read, of images all levels
             so far, of pairs the source.
         path: The file. An earlier saved state is replaced, at once and as a whole.
-        task: The task whose state it is. The file holds the fingerprint of its weights, not the weights.
+        task: The task whose state it is.
 
     Raises:
         FileExistsError: If there is a file that is not a state.
     """
-    _write(path, {_TOKENS: kept.tokens, **dict(_leaves(kept.state))}, {"drawn": kept.drawn}, task)
+    _write(path, kept.state, {"tokens": kept.tokens}, {"drawn": kept.drawn}, task)
 
 
 def load_state(path: Path, task: Any) -> Kept:
@@ -50,40 +54,32 @@ def load_state(path: Path, task: Any) -> Kept:
         DamagedError: If the file is damaged, or not a saved state.
         ValueError: If it is the state of another model, or of another size.
     """
-    leaves, about = _read(path, {"drawn"}, {_TOKENS}, task, "generate")
-    tokens = leaves.pop(_TOKENS)
-    _check(tokens, torch.empty(1, 1, dtype=torch.long), f"{path}: {_TOKENS}")
+    leaves, about = _read(path, "tokens", "drawn", task, "generate")
+    tokens = leaves.pop("tokens")
+    if not _fits(tokens, torch.empty(1, 1, dtype=torch.long)):
+        raise DamagedError(f"{path} is not a saved state: tokens is {tokens.dtype} of shape {tuple(tokens.shape)}")
     return Kept(_of_backbone(task.backbone, leaves, path, len(tokens), max_len=1), tokens, about["drawn"])
 
 
 def save_stream(stream: SpeechStream, path: Path) -> None:
     """Write a file from which `load_stream` goes on: see `save_state`.
 
-    Args:
-        stream: A stream of sound, before its end.
-        path: The file. An earlier saved state is replaced, at once and as a whole.
-
     Raises:
-        FileExistsError: If there is a file that is not a state.
         ValueError: If the stream's decoder can't be kept.
     """
     kept = stream.kept
-    leaves = {**dict(_leaves(kept.state)), **{n: t for n, t in kept._asdict().items() if isinstance(t, Tensor)}}
-    _write(path, leaves, {"stream": stream.options}, stream.model)
+    others = {name: t for name, t in kept._asdict().items() if isinstance(t, Tensor)}
+    _write(path, kept.state, others, {"stream": stream.options}, stream.model)
 
 
 def load_stream(stream: SpeechStream, path: Path) -> None:
-    """Let a new stream go on where `save_stream` stopped.
-
-    Args:
-        stream: A stream with the weights and the options of the one that wrote the file.
-        path: The file.
+    """Let a new stream, with the weights and options of the one that wrote the file, go on where that stopped.
 
     Raises:
         DamagedError: If the file is damaged, or not a saved state of a stream.
         ValueError: If it is the state of another model, of another size, or of a stream with other options.
     """
-    leaves, about = _read(path, {"stream"}, {"counts"}, stream.model, "predict --stream FILE")
+    leaves, about = _read(path, "counts", "stream", stream.model, "predict --stream FILE")
     if about["stream"] != stream.options:
         written = ", ".join(f"{name} {value}" for name, value in about["stream"].items())
         raise ValueError(f"{path} is of a stream with other options; give those with which it was written: {written}")
@@ -108,42 +104,23 @@ def check_replaceable(path: Path) -> None:
         raise OSError(f"{path}: {short(folder)} is not a folder to which files can be written; name another")
 
 
-def fingerprint(model: nn.Module) -> str:
-    """Return the SHA-256 of the weights' names, types, shapes and bytes."""
-    return _digest(model.state_dict())
-
-
-def _write(path: Path, leaves: Mapping[str, Tensor], numbers: dict[str, Any], task: Any) -> None:
-    from safetensors.torch import save_file
+def _write(path: Path, state: State, others: Mapping[str, Tensor], numbers: dict[str, Any], task: Any) -> None:
+    from safetensors.torch import save
 
     check_replaceable(path)
-    leaves = {name: t.detach().cpu().contiguous().clone() for name, t in leaves.items()}
+    leaves = {name: t.detach().cpu().contiguous().clone() for name, t in [*others.items(), *_leaves(state)]}
     about = {**numbers, "model": fingerprint(task), "sizes": _sizes(task.backbone)}
     about["sum"] = _digest(leaves, about)
-    with whole(path) as part:
-        part.touch()
-        mode = part.stat().st_mode  # safetensors lets the owner alone read its files
-        save_file(leaves, part, {_METADATA: json.dumps(about)})
-        part.chmod(mode)
-        with part.open("rb+") as file:  # a power cut can't leave an empty file
-            os.fsync(file.fileno())
+    with whole(path) as part, part.open("wb") as file:
+        file.write(save(leaves, {_METADATA: json.dumps(about)}))
+        file.flush()
+        os.fsync(file.fileno())  # a power cut can't leave an empty file
 
 
-def _read(
-    path: Path, numbers: set[str], tensors: set[str], task: Any, command: str
-) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Return the tensors of a file of `_write`, on the device of `task`, and what it says of itself.
+def _read(path: Path, tensor: str, number: str, task: Any, command: str) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Return the tensors of a file of `_write`, on the device of `task`, and its numbers.
 
-    Args:
-        path: The file.
-        numbers: The names of the numbers that it must have.
-        tensors: The names of some tensors that it must have.
-        task: The task whose state it must be.
-        command: The command that writes such files.
-
-    Raises:
-        DamagedError: If the file is damaged, or not such a file.
-        ValueError: If it is the state of another model, or of another size.
+    The file must have a `tensor` and a `number` of these names. `command` is the one that writes such files.
     """
     from safetensors import SafetensorError
     from safetensors.torch import load
@@ -153,7 +130,7 @@ def _read(
         leaves = load(path.read_bytes())  # `load_file` of safetensors 0.8 loses 30 bytes for each number of a shape
     except (SafetensorError, ValueError) as error:
         raise DamagedError(f"{path} can't be read as a state: {error}") from error
-    if about is None or about.keys() != {*numbers, "model", "sum", "sizes"} or not tensors <= leaves.keys():
+    if about is None or about.keys() != {number, "model", "sum", "sizes"} or tensor not in leaves:
         raise DamagedError(f"{path} is not a saved state: `lit-effattn {command} --save_state` writes them")
     if about.pop("sum") != _digest(leaves, about):
         raise DamagedError(f"{path} is damaged: its checksum differs")
@@ -166,7 +143,7 @@ def _read(
 
 
 def _about(path: Path) -> dict[str, Any] | None:
-    """Return what a file says of itself; None if it is not a saved state."""
+    """Return the numbers of a file; None if it is not a saved state."""
     from safetensors import SafetensorError, safe_open
 
     try:
@@ -175,6 +152,11 @@ def _about(path: Path) -> dict[str, Any] | None:
     except (SafetensorError, RecursionError, ValueError):
         return None
     return about if isinstance(about, dict) else None
+
+
+def fingerprint(model: nn.Module) -> str:
+    """Return the SHA-256 of the weights' names, types, shapes and bytes."""
+    return _digest(model.state_dict())
 
 
 def _digest(tensors: dict[str, Tensor], about: dict[str, Any] | None = None) -> str:
@@ -197,38 +179,30 @@ def _leaves(state: State, name: str = "state") -> Iterator[tuple[str, Tensor]]:
 def _of_backbone(
     backbone: SequenceModule, leaves: dict[str, Tensor], path: Path, rows: int, *, max_len: int | None
 ) -> State:
-    """Return the state of `rows` rows with the tensors `leaves`, which must have room for the positions it has read.
+    """Return the state of `rows` rows with the tensors `leaves`, made with `max_len` or without as the written one.
 
-    It is made with `max_len`, or without, as the one that was written: their structures differ.
+    The number of positions must be one that the tensors have room for: the next call makes room for more.
     """
-    like = backbone.initial_state(rows, max_len=max_len, device=torch.device("meta"))
+    like = backbone.initial_state(rows, max_len=max_len, device=_META)
     examples = dict(_leaves(like))
-    if leaves.keys() != examples.keys():
-        raise ValueError(f"{path} is a state of other sizes: give the options of memory with which it was written")
-    for name, example in examples.items():
-        _check(leaves[name], example, f"{path}: {name}")
-    in_order = iter(examples)
-    state = map_tensors(lambda _: leaves[next(in_order)], like)
-    if any(int(length.min()) < 0 for length in _lengths(state) if len(length)):
-        raise DamagedError(f"{path} is not a saved state: a length in it is negative; write it again")
-    longest = max((int(length.max()) for length in _lengths(state) if len(length)), default=0)
-    longest = min(longest, 2**40)  # beyond, torch can't count the bytes
-    needed = nbytes(backbone.initial_state(rows, max_len=longest, device=torch.device("meta")))
-    if needed > 2 * nbytes(state) + 2**24:
+    if leaves.keys() != examples.keys() or not all(_fits(leaves[name], t) for name, t in examples.items()):
         raise DamagedError(
-            f"{path} is not a saved state: one of {longest:,} positions has {needed:,} bytes, and it has "
-            f"{nbytes(state):,}; write it again"
+            f"{path} is not a saved state: its tensors have other names, types or shapes; write it again"
         )
+    names = iter(examples)
+    state = map_tensors(lambda _: leaves[next(names)], like)
+    lengths = torch.cat([*_lengths(state)])
+    longest, shortest = int(lengths.max()), int(lengths.min())
+    room = min(max(longest, 0), 2**40)  # beyond, torch can't count the bytes
+    needed = nbytes(backbone.initial_state(rows, max_len=room, device=_META))
+    if shortest < 0 or needed > 2 * nbytes(state) + 2**24:
+        raise DamagedError(f"{path} is not a saved state: its tensors have no room for {longest:,} positions")
     return state
 
 
-def _check(t: Tensor, like: Tensor, name: str) -> None:
-    """Raise DamagedError unless `t` has the type and dimensions of `like`, the smallest tensor of its place."""
-    if t.dtype != like.dtype or t.dim() != like.dim() or any(n < m for n, m in zip(t.shape, like.shape, strict=True)):
-        raise DamagedError(
-            f"{name} is {t.dtype} of shape {tuple(t.shape)}, and not {like.dtype} of at least {tuple(like.shape)}: it "
-            "is not a saved state; write it again"
-        )
+def _fits(t: Tensor, least: Tensor) -> bool:
+    """Return whether `t` has the type and dimensions of `least`, the smallest tensor of its place."""
+    return t.dtype == least.dtype and t.dim() == least.dim() and all(map(int.__ge__, t.shape, least.shape))
 
 
 def _lengths(state: State) -> Iterator[Tensor]:
@@ -240,5 +214,5 @@ def _lengths(state: State) -> Iterator[Tensor]:
 
 def _sizes(backbone: SequenceModule) -> list[list[Any]]:
     """Return the types and shapes of empty states with room for few and for many positions, which options change."""
-    empty = [backbone.initial_state(1, max_len=n, device=torch.device("meta")) for n in (1, 2**20)]
+    empty = [backbone.initial_state(1, max_len=n, device=_META) for n in (1, 2**20)]
     return [[name, str(t.dtype), list(t.shape)] for state in empty for name, t in _leaves(state)]

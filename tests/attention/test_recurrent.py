@@ -319,6 +319,26 @@ def test_the_state_of_a_stream_shorter_than_the_kernel():
     assert (recent[1] == 0).all()
 
 
+@pytest.mark.parametrize("size", [1, 3])
+def test_heads_are_computed_in_float32_under_autocast(size: int, monkeypatch: pytest.MonkeyPatch):
+    """Projections of small integers are exact in bfloat16: the heads are equal to the bit unless they are rounded."""
+    monkeypatch.setenv("LIT_EFFATTN_KERNELS", "plain")
+    for kind in {type(case.example) for case in RECURRENT}:
+        module, heads = kind(8, 2).eval(), []
+        for linear in filter(lambda part: isinstance(part, torch.nn.Linear), module.modules()):
+            for parameter in linear.parameters():
+                parameter.data = torch.randint(-1, 2, parameter.shape).float()
+        module.out_proj.register_forward_pre_hook(lambda _, given, heads=heads: heads.append(given[0]))
+        x = torch.randint(-2, 3, (2, 6, 8)).float()
+        for enabled in (True, False):
+            with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
+                state = None
+                for part in x.split(size, 1):
+                    _, state = module(part, state)
+        half = len(heads) // 2
+        assert all(map(torch.equal, heads[:half], heads[half:])), kind
+
+
 def test_the_gradient_of_unit_length_is_finite_at_zero():
     x = torch.zeros(1, 3, requires_grad=True)
     unit_length(x).sum().backward()

@@ -46,7 +46,7 @@ class Stays(TorchDispatchMode):
 def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeTensorMode]:
     monkeypatch.setenv(KERNELS, "plain")
     yield FakeTensorMode(allow_non_fake_inputs=True)
-    for kept in (continuous.basis_of, continuous.fit_matrix, continuous.refit_matrix):
+    for kept in (continuous.basis_of, continuous.fit_matrices):
         kept.cache_clear()  # lest others get what has no numbers
 
 

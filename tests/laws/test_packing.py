@@ -216,11 +216,9 @@ def test_padding_after_the_longest_piece_is_zero():
     assert (y[0, 3:] == 0).all()
 
 
-def test_cu_seqlens_and_starts():
+def test_starts_of_cu_seqlens():
     starts = packing.starts_of(torch.tensor([0, 2, 3, 6]))
     assert starts.tolist() == [[True, False, True, True, False, False]]
-    assert packing.cu_seqlens_of(starts).tolist() == [0, 2, 3, 6]
-    assert packing.cu_seqlens_of(starts).dtype == torch.int32
 
 
 def test_wrong_cu_seqlens_are_refused():
@@ -229,13 +227,6 @@ def test_wrong_cu_seqlens_are_refused():
             packing.starts_of(torch.tensor(cu_seqlens))
     with pytest.raises(ValueError, match=r"cu_seqlens is \[0, 3, 1\]"):
         packing.starts_of(torch.tensor([0, 3, 1], dtype=torch.uint8))
-
-
-def test_starts_without_a_sequence_at_0_have_no_cu_seqlens():
-    with pytest.raises(ValueError, match="False at position 0"):
-        packing.cu_seqlens_of(torch.tensor([[False, True]]))
-    with pytest.raises(ValueError, match=r"shape \(1, N\)"):
-        packing.cu_seqlens_of(torch.ones(2, 2, dtype=torch.bool))
 
 
 def test_wrong_starts_are_refused():

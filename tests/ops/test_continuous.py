@@ -11,14 +11,13 @@ from lit_effattn.ops.continuous import (
     evaluate_signal,
     even_times,
     expected_basis,
-    fit_matrix,
+    fit_matrices,
     gaussian,
     jitter,
     left_edges,
     normal_masses,
     pseudorandom,
     quantiles,
-    refit_matrix,
     ridge,
     width_divergence,
 )
@@ -31,16 +30,15 @@ WIDTHS = (0.05, 0.1)
 def fit(x: torch.Tensor, n_basis: int, old: torch.Tensor | None = None, tau: float = 0.6, penalty: float = 1e-6):
     """Coefficients (1, n_basis, E) of the signal through `old`, on [0, tau], and `x` (N, E)."""
     n_old = 0 if old is None else len(old)
-    matrix = fit_matrix(n_old, len(x), tau, n_basis, WIDTHS, penalty, torch.float64, CPU)
+    matrix, _ = fit_matrices(n_old, len(x), tau, n_basis, WIDTHS, penalty, torch.float64, CPU)
     return (matrix @ (x if old is None else torch.cat([old, x])))[None]
 
 
 def test_refitting_is_sampling_and_fitting():
     b, x = torch.randn(10, 3, dtype=torch.float64), torch.randn(5, 3, dtype=torch.float64)
     old = evaluate_signal(b[None], even_times(7, **DOUBLE), basis_of(10, WIDTHS, **DOUBLE))[0]
-    found = refit_matrix(7, 5, 0.6, 10, WIDTHS, 0.1, torch.float64, CPU) @ b
-    new = fit_matrix(7, 5, 0.6, 10, WIDTHS, 0.1, torch.float64, CPU)[:, 7:] @ x
-    torch.testing.assert_close(found + new, fit(x, 10, old, penalty=0.1)[0])
+    matrix, of_old = fit_matrices(7, 5, 0.6, 10, WIDTHS, 0.1, torch.float64, CPU)
+    torch.testing.assert_close(of_old @ b + matrix[:, 7:] @ x, fit(x, 10, old, penalty=0.1)[0])
 
 
 def test_gaussian():
@@ -103,7 +101,7 @@ def test_the_fit_equals_scikit_learn_with_zeros_beyond_the_ends():
         psi = np.exp(-(((times[:, None] - centres) / deviations) ** 2) / 2) / (deviations * math.sqrt(2 * math.pi))
         targets = np.concatenate([x, np.zeros((2 * len(beyond), 2))])
         expected = Ridge(alpha=1.0, fit_intercept=False, solver="svd").fit(psi, targets).coef_.T
-        matrix = fit_matrix(n_old, n_new, tau, 10, (0.1, 0.2), 1.0, torch.float64, CPU)
+        matrix, _ = fit_matrices(n_old, n_new, tau, 10, (0.1, 0.2), 1.0, torch.float64, CPU)
         np.testing.assert_allclose(matrix.numpy() @ x, expected, rtol=1e-9, atol=1e-11)
 
 
@@ -141,11 +139,11 @@ def test_times_of_each_row():
 def test_the_fit_is_made_once_and_fit_for_training():
     arguments = (3, 4, 0.55, 6, (0.1, 0.2), 1.0, torch.float32, CPU)
     with torch.inference_mode(), torch.autocast("cpu", torch.bfloat16):
-        matrix = fit_matrix(*arguments)
-    assert matrix is fit_matrix(*arguments)
+        matrix, _ = fit_matrices(*arguments)
+    assert matrix is fit_matrices(*arguments)[0]
     x = torch.randn(7, 2, requires_grad=True)
     (matrix @ x).sum().backward()  # a tensor of inference mode cannot be saved for this
-    exact = fit_matrix(*arguments[:-2], torch.float64, CPU)
+    exact, _ = fit_matrices(*arguments[:-2], torch.float64, CPU)
     torch.testing.assert_close(matrix, exact.float(), rtol=0, atol=0)
 
 

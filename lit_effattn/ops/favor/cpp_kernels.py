@@ -43,21 +43,12 @@ def _library() -> ctypes.CDLL:
     return library
 
 
-def forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    omega: Tensor,
-    s: Tensor,
-    z: Tensor,
-    m: Tensor,
-    lengths: Tensor | None,
-    scale: float,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Compute `positive_favor`, whose arguments these are. Outputs of padding are 0.
+def forward(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Compute `positive_favor`, whose tensors and `scale` are the arguments. Outputs of padding are 0.
 
     Three empty tensors follow `m`: the backward pass needs only the arguments.
     """
+    q, k, v, omega, s, z, m, lengths, scale = arguments
     q, k, values = heads(q), heads(k), heads(v)
     omega, s, z, m = _full(omega), copied(s), copied(z), copied(m)
     lengths = None if lengths is None else lengths.long().contiguous()

@@ -166,27 +166,10 @@ def _half_square(x: Tensor) -> Tensor:
 # ------------------------------------------------------------------------------------------------------- the attention
 
 
-def favor(log_q: Tensor, log_k: Tensor, v: Tensor) -> Tensor:
-    """Compute FAVOR+ in which every query sees every key.
-
-        out_i = φ(q_i)ᵀ Σ_j φ(k_j) v_jᵀ / φ(q_i)ᵀ Σ_j φ(k_j)
-
-    The largest key of each feature, and then the largest product of each query, are scaled to 1, so nothing overflows
-    and the denominator is at least 1. Both maxima are per row and cancel, so they have no gradient.
-
-    Args:
-        log_q: (B, H, N, F), log φ(q).
-        log_k: (B, H, M, F), log φ(k); −∞ where a key is padding.
-        v: (B, H, M, D).
-
-    Returns:
-        (B, H, N, D); 0 in a row without keys.
-    """
-    return read_favor_sums(log_q, *favor_sums(log_k, v))
-
-
 def favor_sums(log_k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Sum keys and values for `read_favor_sums`.
+    """Sum keys and values for `read_favor_sums`, the largest key of each feature scaled to 1.
+
+    The maximum cancels in the attention, so it has no gradient.
 
     Args:
         log_k: (B, H, M, F), log φ(k); −∞ where a key is padding.
@@ -201,7 +184,21 @@ def favor_sums(log_k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def read_favor_sums(log_q: Tensor, s: Tensor, z: Tensor, m: Tensor) -> Tensor:
-    """Compute `favor` of queries, log φ(q) (B, H, N, F), from the sums of `favor_sums`: (B, H, N, D)."""
+    """Compute FAVOR+ in which every query sees every key, from the sums of `favor_sums`.
+
+        out_i = φ(q_i)ᵀ Σ_j φ(k_j) v_jᵀ / φ(q_i)ᵀ Σ_j φ(k_j)
+
+    The largest product of each query is scaled to 1, so nothing overflows and the denominator is at least 1.
+
+    Args:
+        log_q: (B, H, N, F), log φ(q).
+        s: (B, H, F, D).
+        z: (B, H, F).
+        m: (B, H, F).
+
+    Returns:
+        (B, H, N, D); 0 in a row without keys.
+    """
     row = m[:, :, None]  # (B, H, 1, F)
     p = _scaled_queries(log_q, row, _top(log_q, row))
     return _divided(p @ torch.cat([s, z[..., None]], -1))
@@ -437,18 +434,8 @@ def rounding_error(out: Tensor) -> Tensor:
     return out.new_empty(0) if out.dtype == torch.float32 else torch.empty_like(out)
 
 
-def _shapes(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    omega: Tensor,
-    s: Tensor,
-    z: Tensor,
-    m: Tensor,
-    lengths: Tensor | None,
-    scale: float,
-    form: Form,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+def _shapes(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    q, _, v, _, s, z, m, *_, form = arguments
     out = by_position(v)
     s, z, m = (t.new_empty(t.shape) for t in (s, z, m))
     if form == "cpp":

@@ -673,34 +673,13 @@ def _key_value_gradients(
 # ---------------------------------------------------------------------------------------------------------- their calls
 
 
-def forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    omega: Tensor,
-    s: Tensor,
-    z: Tensor,
-    m: Tensor,
-    lengths: Tensor | None,
-    scale: float,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Compute causal attention with positive features in log space.
+def forward(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Compute `positive_favor`, whose tensors and `scale` are the arguments.
 
-    Args:
-        q: (B, H, N, E).
-        k: (B, H, N, E).
-        v: (B, H, N, D).
-        omega: (H, F, E).
-        s: (B, H, F, D), Σ e^(log φ(k) − m) vᵀ before the first position, in float32.
-        z: (B, H, F), Σ e^(log φ(k) − m) before the first position, in float32.
-        m: (B, H, F), max log φ(k) before the first position, in float32.
-        lengths: (B,), number of valid keys; None: all.
-        scale: Factor of queries and keys.
-
-    Returns:
-        The output (B, H, N, D) in v's type, and `s`, `z` and `m` after the last position. Then what `backward` takes
-        besides: the rounding errors of the output, empty for float32, and each query's top and den, (B, H, N) each.
+    After `m` come the tensors that `backward` takes besides: the rounding errors of the output, empty for float32, and
+    each query's top and den, (B, H, N) each.
     """
+    q, k, v, omega, s, z, m, lengths, scale = arguments
     plan = _Plan(q, v, omega, lengths, scale, CHUNK)
     s, z, m = copied(s), copied(z), copied(m)
     starts = plan.starts(k, v, s, z, m)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from functools import cache
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,28 +28,9 @@ def _library() -> ctypes.CDLL:
     return library
 
 
-def forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    state: Tensor,
-    log_decay: Tensor | None,
-    beta: Tensor | None,
-    lengths: Tensor | None,
-    chunk_size: int,
-) -> tuple[Tensor, Tensor]:
-    """Return the output in v's type and the state after the last position.
-
-    Args:
-        q: (B, H, N, D), queries.
-        k: (B, H, N, D), keys.
-        v: (B, H, N, D').
-        state: (B, H, D, D'), the state before the first position.
-        log_decay: (B, H, N, D or 1), logarithms of decays; None: no decay.
-        beta: (B, H, N), strengths of the delta rule; None: without it.
-        lengths: (B,), number of valid positions; None: all are valid.
-        chunk_size: Not used.
-    """
+def forward(*arguments: Any) -> tuple[Tensor, Tensor]:
+    """Compute `gated_linear_attention`, whose tensors and `chunk_size` are the arguments, `log_decay` by position."""
+    q, k, v, state, log_decay, beta, lengths, _ = arguments
     out = empty_like(v, torch.float32)
     inputs = [None if t is None else heads(t) for t in (q, k, v, log_decay, _column(beta))]
     state = copied(state)
@@ -60,22 +42,12 @@ def forward(
     return out.to(v.dtype), state
 
 
-def backward(
-    g: Tensor,
-    g_state: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    state: Tensor,
-    log_decay: Tensor | None,
-    beta: Tensor | None,
-    lengths: Tensor | None,
-    chunk_size: int,
-) -> tuple[Tensor, ...]:
+def backward(*arguments: Any) -> tuple[Tensor, ...]:
     """Return the gradients of q, k, v, state, log_decay and beta; empty tensors for the last two if they are None.
 
     The first arguments are the gradients of the output (B, H, N, D') and of the last state, then those of `forward`.
     """
+    g, g_state, q, k, v, state, log_decay, beta, lengths, _ = arguments
     given = (q, k, v, log_decay, _column(beta))
     inputs = [None if t is None else heads(t) for t in (g, *given)]
     results = [None if t is None else empty_like(t, torch.float32) for t in given]

@@ -112,34 +112,6 @@ def gated_linear_step(
     return y.to(v.dtype), state
 
 
-def gated_linear_weights(
-    q: Tensor,
-    k: Tensor,
-    *,
-    log_decay: Tensor | None = None,
-    beta: Tensor | None = None,
-    lengths: Tensor | None = None,
-) -> Tensor:
-    """Return the weights of the values in `gated_linear_attention`, which is linear in them: y = w v + r S_0.
-
-    Exact for the delta rule too, whose weights may be negative.
-
-    Args:
-        q: (B, H, N, D), queries.
-        k: (B, H, N, D), keys.
-        log_decay: As in `gated_linear_attention`.
-        beta: (B, H, N), or None.
-        lengths: (B,), or None.
-
-    Returns:
-        (B, H, N, N), the weights w.
-    """
-    b, h, n, d = q.shape
-    v = torch.eye(n, dtype=q.dtype, device=q.device).expand(b, h, n, n)
-    state = q.new_zeros(b, h, d, n)
-    return gated_linear_attention(q, k, v, state, log_decay=log_decay, beta=beta, lengths=lengths)[0]
-
-
 def _by_position(log_decay: Tensor | None, q: Tensor) -> Tensor | None:
     """Return the logarithms of decays as (B, H, N, D or 1), without a copy."""
     if log_decay is None:
@@ -314,18 +286,9 @@ def _halves(x: Tensor, k: Tensor, log_decay: Tensor) -> Iterator[tuple[Tensor, T
 
 
 def _forward_in_pytorch(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    state: Tensor,
-    log_decay: Tensor | None,
-    beta: Tensor | None,
-    lengths: Tensor | None,
-    chunk_size: int,
-    *,
-    in_chunks: type[_Chunks] = _Chunks,
+    q: Tensor, k: Tensor, v: Tensor, state: Tensor, *arguments: Any, in_chunks: type[_Chunks] = _Chunks
 ) -> tuple[Tensor, Tensor]:
-    chunks = in_chunks(q, k, v, state.dtype, log_decay, beta, lengths, chunk_size)
+    chunks = in_chunks(q, k, v, state.dtype, *arguments)
     states, u, state = chunks.states(state)
     return chunks.join(chunks.q_in @ states + chunks.scores @ u).to(v.dtype), state
 

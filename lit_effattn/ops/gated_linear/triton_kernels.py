@@ -137,18 +137,7 @@ def _score_gradients(g: Tensor, x: Tensor, k: Tensor, log_decay: Tensor | None) 
     return g_x[..., :c, :], g_k[..., :c, :]
 
 
-def _gradients(
-    g: Tensor,
-    g_state: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    state: Tensor,
-    log_decay: Tensor | None,
-    beta: Tensor | None,
-    lengths: Tensor | None,
-    chunk_size: int,
-) -> tuple[Any, ...]:
+def _gradients(*arguments: Any) -> tuple[Any, ...]:
     """Return the gradients of the state, q, k, v, log_decay and β, the last two None if these are.
 
     With R for the gradient of S after a chunk, and E for that of V, from the last chunk to the first:
@@ -160,6 +149,7 @@ def _gradients(
     its inverse, so its gradient is q_i ∘ dq_i + k_i ∘ dk_i(read) − k_i ∘ dk_i(written). The logarithm at t is in all
     sums from t on. Those after the chunk add up to S' ∘ R, which is computed anew, so that no error accumulates.
     """
+    g, g_state, q, k, v, state, log_decay, beta, lengths, chunk_size = arguments
     chunks = _Chunks(q, k, v, state.dtype, log_decay, beta, lengths, chunk_size)
     states, u, last = chunks.states(state)
     g = chunks.split(g.to(state.dtype))
@@ -190,12 +180,11 @@ def _gradients(
     return g_state, chunks.join(g_q), g_k, chunks.join(g_v), g_decay, g_beta
 
 
-def forward(
-    q: Tensor, k: Tensor, v: Tensor, state: Tensor, log_decay: Tensor | None, *arguments: Any
-) -> tuple[Tensor, Tensor]:
+def forward(*arguments: Any) -> tuple[Tensor, Tensor]:
     """Compute the operator `gated_linear`: see `pytorch.gated_linear_attention`."""
-    with torch.autocast(q.device.type, enabled=False):
-        y, state = pytorch._forward_in_pytorch(q, k, v, state, log_decay, *arguments, in_chunks=_Chunks)
+    _, _, v, *_ = arguments
+    with torch.autocast(v.device.type, enabled=False):
+        y, state = pytorch._forward_in_pytorch(*arguments, in_chunks=_Chunks)
     return pytorch.empty_like(v).copy_(y), state
 
 

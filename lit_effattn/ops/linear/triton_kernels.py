@@ -330,21 +330,7 @@ def _key_value_gradients(
 def forward(
     q: Tensor, k: Tensor, v: Tensor, s: Tensor, z: Tensor, lengths: Tensor | None, elu: bool, eps: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute causal linear attention with φ(x) = elu(x) + 1.
-
-    Args:
-        q: (B, H, N, D).
-        k: (B, H, N, D).
-        v: (B, H, N, DV).
-        s: (B, H, D, DV), Σ φ(k) vᵀ before the first position, in float32.
-        z: (B, H, D), Σ φ(k) before the first position, in float32.
-        lengths: (B,), number of valid keys; None: all.
-        elu: True.
-        eps: Constant that is added to the denominator.
-
-    Returns:
-        The output (B, H, N, DV) in v's type, and `s` and `z` after the last position.
-    """
+    """Compute `causal_linear_attention`, whose arguments these are, with φ(x) = elu(x) + 1: `elu` is True."""
     plan = _Plan(q, v, backward=False)
     s, z, lengths = s.contiguous(), z.contiguous(), None if lengths is None else lengths.contiguous()
     starts = plan.starts(k, v, None, None, lengths, s, z, backward=False)

@@ -7,12 +7,13 @@ import torch
 from lit_effattn.ops.favor.pytorch import (
     causal_favor,
     draw_omega,
-    favor,
     favor_step,
+    favor_sums,
     log_hyperbolic_features,
     log_offset,
     log_positive_features,
     positive_favor,
+    read_favor_sums,
     relu_features,
     trigonometric_features,
 )
@@ -20,6 +21,11 @@ from tests.support.rounding import rounding
 from tests.support.tensor_sizes import Largest, largest_in_training
 
 B, H, F, D = 2, 3, 5, 4
+
+
+def favor(log_q: torch.Tensor, log_k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    """Every query sees every key."""
+    return read_favor_sums(log_q, *favor_sums(log_k, v))
 
 
 def generator(seed: int = 0) -> torch.Generator:

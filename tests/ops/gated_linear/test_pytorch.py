@@ -8,7 +8,6 @@ import torch
 from lit_effattn.ops.gated_linear.pytorch import (
     gated_linear_attention,
     gated_linear_step,
-    gated_linear_weights,
 )
 from lit_effattn.ops.runtime import cpp_build
 from tests.support.gated_linear import DECAYS, RULES, assert_defined, by_position, definition, inputs
@@ -69,16 +68,6 @@ def test_a_step_in_place_allocates_nothing_of_the_states_size():
     with Largest() as largest:
         gated_linear_step(*tensors, **options, in_place=True)
     assert largest.elements < 16 * 16
-
-
-def test_weights_are_those_of_the_values():
-    for decay, delta in RULES:
-        (q, k, v, state), options = inputs(6, 3, 4, decay, delta)
-        options["lengths"] = torch.tensor([6, 4])
-        y, _ = definition(q, k, v, torch.zeros_like(state), **options)
-        weights = gated_linear_weights(q, k, **options)
-        torch.testing.assert_close(weights @ v, y)
-        assert (weights.triu(1) == 0).all()
 
 
 @each_rule

@@ -192,7 +192,7 @@ class Harness:
                     return "the moment did not come"
                 break
             last = newest(folder) / "checkpoints" / "last.ckpt" if newest(folder) else None
-            step = None if last is None else in_fork(lambda last=last: step_of(last), folder)
+            step = None if last is None else in_fork(step_of, last)
             outcome.interruptions.append((interruption, step))
             if step == -1:
                 return "last.ckpt can't be read"
@@ -205,7 +205,7 @@ class Harness:
         ended = newest(folder)
         if ended is None:
             return "there is no last.ckpt"
-        return in_fork(lambda: compare(whole.run, ended, may_add), folder)
+        return in_fork(compare, whole.run, ended, may_add)
 
     @staticmethod
     def _kill_at(run: Run, interruption: Interruption, whole: Whole) -> None:

@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
 import sys
 import time
-import traceback
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import suppress
 from functools import partial
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,7 @@ from lit_effattn.cli import main
 from tests.faults.moments import NOW, PLAN, STARTED
 
 REPOSITORY = Path(__file__).parent.parent.parent
+FORK = get_context("fork")
 PATIENCE = 120
 """Seconds after which a run that does not end is killed."""
 
@@ -68,19 +69,10 @@ class Run:
         }
         self._planned = plan is not None
         self.begun = time.monotonic()
-        if processes == 1:
-            path = self.plan.resolve()
-            self.pid = fork(lambda: _command(args, added, prepare and partial(prepare, path)), self.output)
-        else:
-            with self.output.open("a") as output:
-                self._process = subprocess.Popen(
-                    [sys.executable, "-m", "lit_effattn.cli", *args],
-                    stdout=output,
-                    stderr=output,
-                    env={**os.environ, **added, "PYTHONPATH": str(REPOSITORY)},
-                    start_new_session=True,
-                )
-            self.pid = self._process.pid
+        prepared = prepare and partial(prepare, self.plan.resolve())
+        self._process = FORK.Process(target=_command, args=(list(args), processes, added, prepared, self.output))
+        self._process.start()
+        self.pid: Any = self._process.pid
 
     def started(self) -> float | None:
         """Wait until the training starts. Return the seconds that it took, or None if the run ended before."""
@@ -92,8 +84,7 @@ class Run:
 
     def _wrote(self, path: Path) -> bool:
         while not path.exists():
-            ended = os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
-            if ended or time.monotonic() - self.begun > PATIENCE:
+            if not self._process.is_alive() or time.monotonic() - self.begun > PATIENCE:
                 return False
             time.sleep(0.005)
         return True
@@ -109,61 +100,40 @@ class Run:
 
     def wait(self) -> int | None:
         """Wait for the end. Return the exit code, −n if signal n killed it, or None if it did not end in time."""
-        while True:
-            pid, status = os.waitpid(self.pid, os.WNOHANG)
-            if pid:
-                break
-            if time.monotonic() - self.begun > PATIENCE:
-                self.kill()
-                os.waitpid(self.pid, 0)
-                return None
-            time.sleep(0.005)
+        self._process.join(max(0.0, self.begun + PATIENCE - time.monotonic()))
+        code = self._process.exitcode
         self.seconds = time.monotonic() - self.begun
-        self.kill()  # a process that outlives the first
-        return os.waitstatus_to_exitcode(status)
+        self.kill()  # also a process that outlives the first
+        self._process.join()
+        return code
 
 
-def fork(function: Callable[[], None], output: Path) -> int:
-    """Run `function` in a forked process with a session of its own; return its id."""
-    sys.stdout.flush()
-    sys.stderr.flush()
-    pid = os.fork()
-    if pid:
-        return pid
-    code: Any = 1
-    try:
-        os.setsid()
-        file = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-        os.dup2(file, 1)
-        os.dup2(file, 2)
-        function()
-        code = 0
-    except SystemExit as end:
-        code = end.code if isinstance(end.code, int) else int(end.code is not None)
-    except BaseException:
-        traceback.print_exc()
-    finally:
-        with suppress(Exception):
-            sys.stdout.flush()
-            sys.stderr.flush()
-        os._exit(code)
-
-
-def in_fork(function: Callable[[], Any], folder: Path) -> Any:
-    """Return the result of `function`, which must be plain data, computed in a forked process.
-
-    So this process itself runs no operation of PyTorch, whose threads would not survive a fork.
-    """
-    result = folder / "result.json"
-    result.unlink(missing_ok=True)
-    pid = fork(lambda: result.write_text(json.dumps(function())) and None, folder / "output.txt")
-    os.waitpid(pid, 0)
-    return json.loads(result.read_text())
-
-
-def _command(args: Sequence[str], environment: dict[str, str], prepare: Callable[[], None] | None) -> None:
+def _command(
+    args: list[str],
+    processes: int,
+    environment: dict[str, str],
+    prepare: Callable[[], None] | None,
+    output: Path,
+) -> None:
+    """Run the command in this process, or in its place as a program that starts the second process itself."""
+    os.setsid()
+    with output.open("a") as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
     os.environ.update(environment)
+    if processes > 1:
+        os.environ["PYTHONPATH"] = str(REPOSITORY)
+        os.execv(sys.executable, [sys.executable, "-m", "lit_effattn.cli", *args])
     if prepare is not None:
         prepare()
     torch.set_num_threads(1)
-    main(list(args))
+    main(args)
+
+
+def in_fork(function: Callable[..., Any], *args: Any) -> Any:
+    """Return the result of a function, computed in a forked process.
+
+    So this process itself runs no operation of PyTorch, whose threads would not survive a fork.
+    """
+    with ProcessPoolExecutor(1, mp_context=FORK) as pool:
+        return pool.submit(function, *args).result()

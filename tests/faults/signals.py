@@ -95,7 +95,7 @@ def _judged(cell: Cell, run: Run, folder: Path, step: int | None) -> tuple[str, 
     lines = [line.strip() for line in run.output.read_text().splitlines() if line.strip()]
     asked = (folder / "asked").read_text() if (folder / "asked").exists() else ""
     checkpoints = sorted(path.name for path in folder.rglob("*.ckpt"))
-    saved = in_fork(lambda: _step(folder), folder) if "last.ckpt" in checkpoints else None
+    saved = in_fork(_step, folder) if "last.ckpt" in checkpoints else None
     said = [line for line in lines if line.startswith("Stopped by ")]
     trains = cell.command == "fit" and cell.moment not in ("sanity check", "end of the last epoch")
     requeued = "requeue 77\n" * (cell.environment == "SLURM" and cell.number == signal.SIGUSR1 and trains)

@@ -21,8 +21,9 @@ import re
 import subprocess
 import sys
 import time
-from itertools import combinations, product
 from pathlib import Path
+
+from tests.support.cases import pairwise
 
 FOLDERS = (
     "ops",
@@ -50,7 +51,7 @@ def asked(python: str, expression: str) -> str:
     return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
 
 
-def values() -> list[list[str]]:
+def values() -> dict[str, list[str]]:
     """Return the values of each of `FACTORS` that this machine has; say which are left out."""
     capability = asked(sys.executable, "torch.backends.cpu.get_cpu_capability()").lower()
     levels = LEVELS[: LEVELS.index(capability) + 1] if capability in LEVELS else LEVELS[:1]
@@ -60,26 +61,10 @@ def values() -> list[list[str]]:
     if asked(sys.executable, "torch.backends.mkl.is_available()") != "True":
         print("left out: MKL_ENABLE_INSTRUCTIONS, because this torch has no MKL")
         mkl = ["-"]
-    torches = {sys.executable: asked(sys.executable, "torch.__version__")}
-    if old := os.environ.get("TORCH_OLD"):
-        torches[old] = asked(old, "torch.__version__")
-    else:
+    torches = list(filter(None, (sys.executable, os.environ.get("TORCH_OLD"))))
+    if len(torches) == 1:
         print("left out: the oldest torch; name its interpreter in TORCH_OLD (see tests/machines.py)")
-    return [levels, mkl, ["1", "2", "3"], ["with", "without"], list(torches)]
-
-
-def cover(factors: list[list[str]]) -> list[tuple[str, ...]]:
-    """Return settings of which each pair of values of two factors is in one at least, by the greedy algorithm."""
-
-    def pairs(setting: tuple[str, ...]) -> set[tuple[tuple[int, str], ...]]:
-        return set(combinations(enumerate(setting), 2))
-
-    every = list(product(*factors))
-    missing, chosen = set().union(*map(pairs, every)), []
-    while missing:
-        chosen.append(max(every, key=lambda setting: len(pairs(setting) & missing)))
-        missing -= pairs(chosen[-1])
-    return chosen
+    return dict(zip(FACTORS, (levels, mkl, ["1", "2", "3"], ["with", "without"], torches), strict=True))
 
 
 def run(number: int, setting: tuple[str, ...]) -> tuple[str, list[str]]:
@@ -109,7 +94,7 @@ def run(number: int, setting: tuple[str, ...]) -> tuple[str, list[str]]:
 def main() -> int:
     """Print the table; return whether any test failed."""
     LOGS.mkdir(parents=True, exist_ok=True)
-    settings, failures = cover(values()), []
+    settings, failures = [tuple(setting.values()) for setting in pairwise(values())], []
     print(
         "| ATEN_CPU_CAPABILITY | MKL_ENABLE_INSTRUCTIONS | threads | C++ compiler | torch | passed | failed | seconds |"
     )

@@ -1,19 +1,17 @@
 """Every key of a config.json is followed, rejected by name, or harmless in transformers too."""
 
 import json
-from collections.abc import Iterator
-from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import pytest
 import torch
 from torch import Tensor
 
 from lit_effattn.interchange.convert import FAMILIES, convert
-from tests.interchange.test_convert import SIZE, START, logits, near, tokenizer_json
+from tests.interchange import test_convert
+from tests.interchange.test_convert import MIXED, SIZE, START, doubles, logits, near, tokenizer_json, tokens
 
 pytestmark = pytest.mark.skipif(
     find_spec("transformers") is None,
@@ -21,14 +19,10 @@ pytestmark = pytest.mark.skipif(
 )
 
 TOKENS = {"vocab_size": SIZE, "bos_token_id": START, "eos_token_id": START + 1}
-LLAMA = {
-    **{"hidden_size": 16, "intermediate_size": 20, "num_hidden_layers": 2, "num_attention_heads": 4},
-    **{"num_key_value_heads": 2, "head_dim": 4, "rms_norm_eps": 1e-3, **TOKENS},
-}
+LLAMA = {**test_convert.LLAMA, "head_dim": 4, **TOKENS}
 QWEN = {**LLAMA, "use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1}
-MIXED = ["sliding_attention", "full_attention"]
 BASES: dict[str, dict[str, Any]] = {
-    "gpt2": {"n_positions": 24, "n_embd": 16, "n_layer": 2, "n_head": 2, **TOKENS},
+    "gpt2": {**test_convert.GPT2, **TOKENS},
     "llama": LLAMA,
     "mistral": {**LLAMA, "sliding_window": 5},
     "ministral": {**LLAMA, "sliding_window": 5},
@@ -106,14 +100,6 @@ def config(kind: str, folder: Path, **changed: Any) -> Any:
     return AutoConfig.from_pretrained(folder)
 
 
-@contextmanager
-def doubles() -> Iterator[None]:
-    """Let transformers, which computes norms, softmax and angles in float32 whatever the model's type, use float64."""
-    double = {"float32": torch.float64, "float": torch.float64}
-    with patch.multiple(torch, **double), patch.object(Tensor, "float", Tensor.double):
-        yield
-
-
 @torch.no_grad()
 def pretrained(kind: str, folder: Path, **changed: Any) -> Tensor:
     """The logits of transformers' random model of a config.json, whose folder is written."""
@@ -146,11 +132,7 @@ def converted(folder: Path, target: Path) -> Tensor:
     (family,) = (family for family in FAMILIES if content["model_type"] in family.model_types)
     model = family.build(content, None).eval()
     model.load_state_dict(torch.load(target / "model.ckpt", weights_only=True)["state_dict"])
-    return logits(model.double(), tokens())[0]
-
-
-def tokens() -> Tensor:
-    return torch.randint(SIZE, (2, 20), generator=torch.Generator().manual_seed(1))
+    return logits(model.double())
 
 
 def followed(kind: str) -> dict[str, list[Any]]:

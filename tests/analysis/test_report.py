@@ -76,19 +76,20 @@ class Page(HTMLParser):
 
 
 @pytest.fixture(scope="module")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """A folder with a run of four steps in it."""
+def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A run of four steps, in the current folder."""
     folder = tmp_path_factory.mktemp("report")
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
         Path("tiny.yaml").write_text(yaml.safe_dump(CONFIG))
         main(["fit", "--config", "tiny.yaml", "--trainer.enable_progress_bar", "false"])
-        yield folder
+        (config,) = Path("runs/tiny").glob("*/config.yaml")
+        yield config.parent
 
 
-def test_a_page_loads_nothing_and_says_what_the_run_is(tiny: Path):
+def test_a_page_loads_nothing_and_says_what_the_run_is(run: Path):
     main(["report", "tiny", "--samples", "2"])
-    (path,) = Path("runs/tiny").glob("*/report.html")
+    path = run / "report.html"
     page = Page(path.read_text())
     assert {tag for tag, _ in page.tags}.isdisjoint({"script", "link", "iframe", "object", "embed", "base", "form"})
     assert not any(name.startswith("on") or name == "href" for _, attributes in page.tags for name in attributes)
@@ -110,11 +111,10 @@ def test_a_page_loads_nothing_and_says_what_the_run_is(tiny: Path):
     assert "LinearAttention, backbone.blocks.0.attention" in page.text
 
 
-def test_no_report_is_replaced_and_none_is_left_half_written(tiny: Path, capsys, monkeypatch):
+def test_no_report_is_replaced_and_none_is_left_half_written(run: Path, capsys, monkeypatch):
     Path("there.html").write_text("mine")
     assert "--output there.html exists" in fails(capsys, "report", "tiny", "--output", "there.html")
     assert Path("there.html").read_text() == "mine"
-    (run,) = (path.parent for path in Path("runs/tiny").glob("*/config.yaml"))
     for name in ("report.html", "report_1.html"):
         if not (run / name).exists():
             main(["report", str(run), "--samples", "0"])
@@ -125,10 +125,9 @@ def test_no_report_is_replaced_and_none_is_left_half_written(tiny: Path, capsys,
     assert set(run.rglob("*")) == before
 
 
-def test_what_comes_from_files_is_text(tiny: Path):
+def test_what_comes_from_files_is_text(run: Path):
     """Names and values of a run that somebody else made: alone, and compared with another."""
     hostile = Path("<script>alert(1)<&'\"/2026-01-01_00-00-00")
-    (run,) = (path.parent for path in Path("runs/tiny").glob("*/config.yaml"))
     shutil.copytree(run, hostile, ignore=shutil.ignore_patterns("*.html", "checkpoints"))
     config = yaml.safe_load((hostile / "config.yaml").read_text())
     config["</td><script>"] = "</table><img src=http://x onerror=alert(1)>"
@@ -149,15 +148,13 @@ def test_what_comes_from_files_is_text(tiny: Path):
         assert "<svg onload=alert(1)> by step" in page.text
 
 
-def test_a_page_of_compare_replaces_none(tiny: Path, capsys):
-    (run,) = (path.parent for path in Path("runs/tiny").glob("*/config.yaml"))
+def test_a_page_of_compare_replaces_none(run: Path, capsys):
     Path("mine.html").write_text("mine")
     assert "--html mine.html exists" in fails(capsys, "compare", str(run), "--html", "mine.html")
     assert Path("mine.html").read_text() == "mine"
 
 
-def test_runs_are_found(tiny: Path, capsys):
-    (run,) = (path.parent for path in Path("runs/tiny").glob("*/config.yaml"))
+def test_runs_are_found(run: Path, capsys):
     best = (run / "checkpoints/best.ckpt").resolve()
     for name in ("best", "tiny", str(run), str(best)):
         assert tuple(path.resolve() for path in find_run(name)) == (run.resolve(), best)
@@ -168,14 +165,13 @@ def test_runs_are_found(tiny: Path, capsys):
     assert "--length 1 must be at least 2" in fails(capsys, "report", "tiny", "--length", "1")
 
 
-def test_the_data_of_somebody_elses_run_are_not_read(tiny: Path):
+def test_the_data_of_somebody_elses_run_are_not_read(run: Path):
     """The page says why there are no samples."""
-    run = Path("foreign/2026-01-01_00-00-00")
-    (source,) = (path.parent for path in Path("runs/tiny").glob("*/config.yaml"))
-    shutil.copytree(source, run, ignore=shutil.ignore_patterns("*.html", "best.ckpt"))
-    config = run / "config.yaml"
+    foreign = Path("foreign/2026-01-01_00-00-00")
+    shutil.copytree(run, foreign, ignore=shutil.ignore_patterns("*.html", "best.ckpt"))
+    config = foreign / "config.yaml"
     config.write_text(config.read_text().replace("lit_effattn.datamodules.", "os.system."))
-    main(["report", str(run), "--samples", "1", "--output", "foreign.html"])
+    main(["report", str(foreign), "--samples", "1", "--output", "foreign.html"])
     assert re.search("No test data: .*is not of a run of yours", Page(Path("foreign.html").read_text()).text)
 
 
@@ -387,17 +383,15 @@ MEASURE = """<!doctype html><iframe id=f src="page.html" style="width: {width}px
 }}</script>"""
 
 
-def test_in_a_browser_nothing_is_wider_than_a_phone_and_the_dark_is_dark(tiny: Path, tmp_path: Path):
+def test_in_a_browser_nothing_is_wider_than_a_phone_and_the_dark_is_dark(run: Path, tmp_path: Path):
     chromium = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
     if chromium is None:
         pytest.skip("chromium is not installed")
-    (source,) = (path.parent for path in Path("runs/tiny").glob("*/config.yaml"))
-    run = shutil.copytree(
-        source, tmp_path / "a_configuration_with_a_name_that_is_wider_than_a_phone/2026-01-01_00-00-00"
-    )
-    (run / "samples").mkdir()
-    (run / "samples/wide.png").write_bytes(png(torch.eye(3).repeat(1, 700)))
-    main(["report", str(run), "--samples", "2", "--output", str(tmp_path / "page.html")])
+    wide = tmp_path / "a_configuration_with_a_name_that_is_wider_than_a_phone/2026-01-01_00-00-00"
+    shutil.copytree(run, wide)
+    (wide / "samples").mkdir()
+    (wide / "samples/wide.png").write_bytes(png(torch.eye(3).repeat(1, 700)))
+    main(["report", str(wide), "--samples", "2", "--output", str(tmp_path / "page.html")])
     flags = ["--headless", "--no-sandbox", "--disable-gpu", "--allow-file-access-from-files", "--dump-dom"]
     for width, scheme, colour in ((390, ["--force-dark-mode"], "rgb(20, 23, 26)"), (1280, [], "rgb(255, 255, 255)")):
         (tmp_path / "measure.html").write_text(MEASURE.format(width=width))

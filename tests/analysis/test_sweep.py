@@ -8,6 +8,7 @@ from collections.abc import Iterable
 from itertools import pairwise, repeat
 from pathlib import Path
 from statistics import mean, stdev
+from types import SimpleNamespace
 from typing import Any
 
 import lightning.pytorch as pl
@@ -45,28 +46,9 @@ RATES = (0.001, 0.01)
 FLAGS = ["--config", "tiny.yaml", "--trainer.enable_model_summary", "false"]
 
 
-class Ended:
-    """A child process that has ended.
-
-    Args:
-        code: Its exit code.
-        reason: Its message.
-    """
-
-    def __init__(self, code: int = 0, reason: str = "") -> None:
-        self.code, self.reason = code, reason
-
-    def poll(self) -> int:
-        return self.code
-
-    def message(self) -> str:
-        return self.reason
-
-    def terminate(self) -> None:
-        pass
-
-    def wait(self) -> int:
-        return self.code
+def ended(code: int = 0, reason: str = "") -> Any:
+    """Return a child process that has ended with an exit code and a message."""
+    return SimpleNamespace(poll=lambda: code, wait=lambda: code, message=lambda: reason, terminate=lambda: None)
 
 
 class Children:
@@ -76,7 +58,7 @@ class Children:
         self.calls: list[list[str]] = []
         self.stopped: int | None = None
 
-    def __call__(self, args: list[str], log: Path, device: str | None) -> Ended:
+    def __call__(self, args: list[str], log: Path, device: str | None) -> Any:
         self.calls.append(args)
         try:
             with pytest.MonkeyPatch.context() as patch:
@@ -84,8 +66,8 @@ class Children:
                     patch.setattr(CostLog, "on_train_batch_end", _stop)
                 main(args)
         except SystemExit as end:
-            return Ended(int(end.code or 0), "its reason")
-        return Ended()
+            return ended(int(end.code or 0), "its reason")
+        return ended()
 
 
 def _stop(_: CostLog, trainer: pl.Trainer, *__: Any) -> None:
@@ -110,10 +92,10 @@ def starting(codes: Iterable[int] = repeat(0)) -> tuple[list[list[str]], Any]:
     calls: list[list[str]] = []
     ends = iter(codes)
 
-    def start(args: list[str], log: Path, device: str | None) -> Ended:
+    def start(args: list[str], log: Path, device: str | None) -> Any:
         calls.append(args)
         checkpoints(log.parent)
-        return Ended(next(ends))
+        return ended(next(ends))
 
     return calls, start
 
@@ -262,9 +244,9 @@ def test_options_of_kinds():
 def test_commas_within_brackets_divide_no_kinds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     asked = []
 
-    def start(args: list[str], log: Path, device: str | None) -> Ended:
+    def start(args: list[str], log: Path, device: str | None) -> Any:
         asked.append(args)
-        return Ended(1, "not now")
+        return ended(1, "not now")
 
     monkeypatch.setattr(Sweep.__init__, "__defaults__", ((None,), start, ()))
     kinds = "infinite:widths=[0.03,0.1],linear"
@@ -371,7 +353,7 @@ def test_a_fit_that_writes_no_checkpoint_is_tried_again(tmp_path: Path):
     """Its exit code is 0, as that of `--trainer.fast_dev_run 1`."""
     cell = Cell("LinearAttention", 0.1, 0)
     for _ in range(2):
-        made = Sweep(tmp_path, [], KINDS, start=lambda *_: Ended())
+        made = Sweep(tmp_path, [], KINDS, start=lambda *_: ended())
         assert call(made, cell, "fit") == "it wrote no checkpoint"
     assert not (tmp_path / RECORD).exists()
 

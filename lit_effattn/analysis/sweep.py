@@ -123,7 +123,7 @@ def write_tables(
     print(f"tables: {short(folder / 'table.md')}, {short(folder / 'table.csv')}")
 
 
-class Child:
+class Child(subprocess.Popen[bytes]):
     """A process that runs `lit-effattn`.
 
     Args:
@@ -137,30 +137,18 @@ class Child:
         command = [sys.executable, str(COMMAND), *args]  # with -m, modules of the current folder would come first
         with log.open("ab") as output:
             self._log, self._begin = log, output.tell()
-            self._process = subprocess.Popen(  # in its own session: Ctrl-C reaches only this process, which stops it
+            super().__init__(  # in its own session: Ctrl-C reaches only this process, which stops it
                 command, stdout=output, stderr=subprocess.STDOUT, env=environment, start_new_session=True
             )
 
-    def poll(self) -> int | None:
-        """Return its exit code, negative for the signal that killed it; None while it runs."""
-        return self._process.poll()
-
     def message(self) -> str:
-        """Return its error message, else its last line."""
+        """Wait for its end, and return its error message, else its last line."""
         if (code := self.wait()) < 0:
             return f"killed by signal {-code}"
         output = self._log.read_bytes()[self._begin :].decode(errors="replace")
         lines = [line.strip() for line in output.splitlines() if line.strip()]
         errors = [line.partition("error: ")[2] for line in lines if line.startswith("lit-effattn: error: ")]
         return (errors or lines or [""])[-1]
-
-    def terminate(self) -> None:
-        """Stop it. It saves a checkpoint."""
-        self._process.terminate()
-
-    def wait(self) -> int:
-        """Wait until it has ended, and return its exit code."""
-        return self._process.wait()
 
 
 class Sweep:

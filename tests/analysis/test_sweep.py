@@ -3,7 +3,6 @@
 import csv
 import io
 import signal
-import subprocess
 from collections.abc import Iterable
 from itertools import pairwise, repeat
 from pathlib import Path
@@ -308,25 +307,22 @@ def test_wrong_arguments_are_named_before_the_first_run(tmp_path: Path, monkeypa
 
 
 def test_children_run_side_by_side_and_are_stopped_with_the_sweep(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """Instead of the command: Python, which writes its device and then sleeps, or ends if this is its second cell."""
-    say = "import os, time; print(os.environ['CUDA_VISIBLE_DEVICES'], flush=True); time.sleep(60)"
-    start, children = subprocess.Popen, []
-
-    def popen(command: list[str], **how: Any) -> Any:
-        children.append(start([command[0], "-c", say], **how))
-        return children[-1]
+    """Instead of the command: Python, which writes its device and then sleeps."""
+    script = tmp_path / "command.py"
+    script.write_text("import os, time; print(os.environ['CUDA_VISIBLE_DEVICES'], flush=True); time.sleep(60)")
+    monkeypatch.setattr("lit_effattn.analysis.sweep.COMMAND", script)
 
     def sleep(_: float) -> None:
         logs = [tmp_path / str(cell) / "output.txt" for cell in cells[:2]]
         if all(log.is_file() and "\n" in log.read_text() for log in logs):
             raise KeyboardInterrupt
 
-    monkeypatch.setattr(subprocess, "Popen", popen)
     monkeypatch.setattr("time.sleep", sleep)
     cells = [Cell("LinearAttention", rate, 0) for rate in (0.1, 0.2, 0.3)]
+    made = Sweep(tmp_path, FLAGS, KINDS, ("3", "5"))
     with pytest.raises(KeyboardInterrupt):
-        Sweep(tmp_path, FLAGS, KINDS, ("3", "5")).run(cells)
-    assert [child.returncode for child in children] == [-signal.SIGTERM] * 2
+        made.run(cells)
+    assert [child.returncode for child in made._children] == [-signal.SIGTERM] * 2
     assert [(tmp_path / str(cell) / "output.txt").read_text() for cell in cells[:2]] == ["3\n", "5\n"]
 
 

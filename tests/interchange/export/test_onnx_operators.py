@@ -30,12 +30,12 @@ if OLD_RUNTIME:
 ROUNDED = rounding(torch.float32, 150 * 8)  # of log-probabilities: a state sums 150 positions at most, of width 8
 
 
-@pytest.mark.parametrize("name", ["Kimi Delta", pytest.param("linear", marks=pytest.mark.exhaustive)])
-def test_prompts_and_steps_are_the_model_s(name, tmp_path):
+@pytest.mark.parametrize("kind", ["KimiDelta", pytest.param("Linear", marks=pytest.mark.exhaustive)])
+def test_prompts_and_steps_are_the_model_s(kind, tmp_path):
     """A prompt, a token and another prompt, each from the state before, against one pass of the model."""
     import onnxruntime
 
-    model, path = build(name), tmp_path / "a.onnx"
+    model, path = build(RECURRENT[kind]), tmp_path / "a.onnx"
     done = export(model, path, format="onnx", batch_size=2, check=60)
     assert done.checked == 60
     assert done.difference < ROUNDED
@@ -55,7 +55,7 @@ def test_prompts_and_steps_are_the_model_s(name, tmp_path):
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("name", RECURRENT)
+@pytest.mark.parametrize("name", RECURRENT.values())
 def test_a_file_of_opset_27_is_valid_and_onnx_s_reference_computes_the_same(name, tmp_path):
     model, path = build(name), tmp_path / "a.onnx"
     export(model, path, format="onnx", check=1)
@@ -73,7 +73,7 @@ def test_a_file_of_opset_27_is_valid_and_onnx_s_reference_computes_the_same(name
 @pytest.mark.exhaustive
 def test_a_layer_is_one_operator_and_its_convolution_another(tmp_path):
     path = tmp_path / "a.onnx"
-    export(build("Gated DeltaNet"), path, format="onnx", check=1)
+    export(build(RECURRENT["GatedDeltaNet"]), path, format="onnx", check=1)
     model = onnx.load(path)
     counts = Counter(n.op_type for n in model.graph.node)
     assert counts["LinearAttention"] == counts["CausalConvWithState"] == 1
@@ -103,11 +103,11 @@ def test_the_page_reads_a_prompt_in_one_call(tmp_path, monkeypatch, capsys):
 
 def test_models_without_these_operators_read_one_token_or_frame(tmp_path):
     """A kind without an operator, no attention, and an older onnxruntime."""
-    for name in ("LSTM", "performer"):
+    for name in ("LSTM", "PerformerAttention-chunk_size=4"):
         assert export(build(name), tmp_path / f"{name}.onnx", format="onnx", check=2).prompt_seconds is None
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("onnxruntime.__version__", "1.23.2")
-        assert export(build("linear"), tmp_path / "old.onnx", format="onnx", check=2).prompt_seconds is None
+        assert export(build(RECURRENT["Linear"]), tmp_path / "old.onnx", format="onnx", check=2).prompt_seconds is None
 
 
 @pytest.mark.exhaustive

@@ -265,7 +265,9 @@ def light(repository: Repository) -> Problems:
 
 
 def links(repository: Repository) -> Problems:
-    """Links lead to files and headings, and files and targets of make that pages name exist."""
+    """Links lead to files and headings, and files, targets of make and extras that pages name exist."""
+    optional = (ROOT / "pyproject.toml").read_text(encoding="utf-8").partition("[project.optional-dependencies]")[2]
+    extras = re.findall(r"^([a-z0-9]+) = \[", optional.partition("\n[")[0], re.M)
     targets = {f"make {target}" for target in re.findall(r"^([a-z-]+):", repository.texts["Makefile"], re.M)}
     for name in (*repository.pages, "docs/tutorial.ipynb"):
         if name == "CHANGELOG.md":  # it speaks of files that were deleted
@@ -285,6 +287,9 @@ def links(repository: Repository) -> Problems:
         for match in re.finditer(r"(?:`|^ {4})(make [a-z-]+)", text, re.M):
             if match[1] not in targets:
                 yield name, _line(text, match.start()), f"the Makefile has no target for `{match[1]}`"
+        for match in re.finditer(r"lit-effattn\[([\w,]+)\]", text):
+            for extra in {*match[1].split(",")} - {*extras}:
+                yield name, _line(text, match.start()), f"pyproject.toml has no extra {extra}"
 
 
 def _markdown_of(notebook: str) -> str:

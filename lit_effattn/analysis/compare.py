@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from lit_effattn.analysis import page as html
+from lit_effattn.analysis.charts import charts
 from lit_effattn.analysis.records import RunRecord, differences, read_run
 from lit_effattn.analysis.tables import Table, comma_separated, from_columns, markdown, show
 from lit_effattn.checkpoints.files import whole
@@ -62,7 +63,7 @@ def compare(args: list[str]) -> None:
     if options.html is not None:
         parts = [part for table in tables for part in (html.heading(table.title), html.table(table))]
         with whole(Path(options.html)) as file:
-            text = html.page(f"{len(runs)} runs", [*parts, *html.charts(names, runs)])
+            text = html.page(f"{len(runs)} runs", [*parts, *charts(names, runs)])
             file.write_text(text, encoding="utf-8", errors="backslashreplace")
         print(f"page: {short(options.html)}")
     elif options.format == "terminal":

@@ -7,12 +7,8 @@ import html
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-import numpy as np
-
-from lit_effattn.analysis.records import RunRecord
 from lit_effattn.analysis.tables import Table, shown
 from lit_effattn.checkpoints.printable import printable
-from lit_effattn.drawing.plots import Curve, chart
 
 _STYLE = """
 :root { color-scheme: light dark; --text: #1c2024; --quiet: #60666c; --page: #fff; --card: #f4f5f7; --line: #d9dce0;
@@ -129,40 +125,3 @@ def token_bits(tokens: Sequence[tuple[str, float]], *, spaced: bool) -> str:
     mean = sum(bits for _, bits in tokens) / max(1, len(tokens))
     caption = f"−log₂ p of each: the stronger the colour, the less expected; {mean:.2f} bits on average"
     return figure(f'<div class="tokens">{(" " if spaced else "").join(spans)}</div>', caption=caption)
-
-
-def charts(names: Sequence[str], runs: Sequence[RunRecord]) -> list[str]:
-    """Return a chart of each metric of training and validation by step, and of several runs also by time."""
-    quantities: dict[str, dict[tuple[int, str], dict[int, float]]] = {}
-    for i, run in enumerate(runs):
-        for metric, curve in run.curves.items():
-            stage, _, quantity = metric.partition("/")
-            if stage in ("train", "val") and (len(set(curve.values())) > 1 or len(curve) == 1):
-                quantities.setdefault(quantity, {})[i, stage] = curve
-    axes = ["step", "seconds"] if len(runs) > 1 and all(run.seconds for run in runs) else ["step"]
-    figures = []
-    for quantity, by_run in quantities.items():
-        for axis in axes:
-            curves = []
-            for (i, stage), values in by_run.items():
-                steps, is_val = sorted(values), stage == "val"
-                x = steps if axis == "step" else _times(steps, runs[i].seconds)
-                name, colour = (f"{names[i]} {stage}", i) if len(runs) > 1 else (stage, int(is_val))
-                curves.append(Curve(name, x, [values[step] for step in steps], colour, dashed=is_val and len(runs) > 1))
-            drawn = chart(curves)
-            if drawn is not None:
-                legend = ", ".join(
-                    f'<span style="color: var(--s{c.colour % 6})">{"╍" if c.dashed else "━"}</span> {text(c.name)}'
-                    for c in curves
-                )
-                label = text(f"{quantity} by {axis}")
-                svg = drawn.replace("<svg", f'<svg role="img" aria-label="{label}"', 1)
-                figures.append(figure(svg, f"<figcaption>{label}: {legend}</figcaption>"))
-    return cards("Curves", figures)
-
-
-def _times(steps: Sequence[int], seconds: dict[int, float]) -> list[float]:
-    """Return the time of each step, interpolated between the logged ones."""
-    known = sorted(seconds)
-    times: list[float] = np.interp(steps, [-1, *known], [0.0, *(seconds[step] for step in known)]).tolist()
-    return times

@@ -15,6 +15,7 @@ import torch
 
 from lit_effattn.analysis import page as html
 from lit_effattn.analysis.attention_pictures import attention_pictures
+from lit_effattn.analysis.charts import charts
 from lit_effattn.analysis.compare import names_of
 from lit_effattn.analysis.records import RunRecord, read_config, read_run
 from lit_effattn.analysis.report_samples import (
@@ -142,7 +143,7 @@ def _of_record(folder: Path, run: RunRecord) -> tuple[list[str], list[str]]:
     before.append(
         html.pairs(dict(scores), "metric", "last value") if scores else html.note("No metrics were recorded.")
     )
-    before += html.charts(["run"], [run])
+    before += charts(["run"], [run])
     length = "at any length" if run.state_length is None else f"after {run.state_length:,} positions"
     cost = {
         "parameters": run.parameters,

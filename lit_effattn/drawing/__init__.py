@@ -1,1 +1,1 @@
-"""Images and plots."""
+"""Images, attention maps and pictures of utterances."""

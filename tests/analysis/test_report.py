@@ -20,6 +20,8 @@ from torch import nn
 
 from lit_effattn import LSTM, Transformer
 from lit_effattn.analysis.attention_pictures import attention_pictures, png
+from lit_effattn.analysis.charts import charts
+from lit_effattn.analysis.records import RunRecord
 from lit_effattn.analysis.report import find_run, output_figures
 from lit_effattn.analysis.report_samples import filled_rows, first_sequence, rows, token_bits, write_samples
 from lit_effattn.attention import (
@@ -36,7 +38,6 @@ from lit_effattn.attention import (
 )
 from lit_effattn.cli import main
 from lit_effattn.datamodules import IGNORE, LabelledBatch, PairBatch, SpeechBatch, TokenBatch
-from lit_effattn.drawing import plots
 from lit_effattn.nn.encoder_decoder import EncoderDecoder
 from lit_effattn.settings.defaults import split
 from lit_effattn.tasks import LanguageModel, PixelModel
@@ -359,17 +360,17 @@ def test_settings_are_sorted_by_their_defaults():
 
 
 def test_curves_are_drawn_to_scale():
-    train, val = plots.Curve("train", [0, 10], [4.0, 2.0], 0), plots.Curve("val", [5, 6], [3.0, float("nan")], 1)
-    made = plots.chart([train, val])
+    curves = {"train/loss": {0: 4.0, 10: 2.0}, "val/loss": {5: 3.0, 6: float("nan")}, "val/nothing": {1: float("inf")}}
+    made = "".join(charts(["run"], [RunRecord(Path("run"), {}, curves)]))
     assert "var(--s0)" in made
     assert "var(--s1)" in made
     assert not set(re.findall("#[0-9a-f]{6}", made)) - {"#000000"}
+    assert made.count("<svg") == 1
     uses = [attributes for tag, attributes in Page(made).tags if tag == "use"]
     (x1, y1), (x2, y2), (x, y) = ((float(use["x"]), float(use["y"])) for use in uses)
     assert x == pytest.approx((x1 + x2) / 2, abs=0.1)
     assert y == pytest.approx((y1 + y2) / 2, abs=0.1)
     assert y1 < y2  # upwards
-    assert plots.chart([plots.Curve("nothing", [1], [float("inf")], 0)]) is None
 
 
 # ------------------------------------------------------------------------------------------------------------ browser

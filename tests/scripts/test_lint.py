@@ -29,6 +29,7 @@ PAGE = """# A page
 
 [gone](gone.md) and [no heading](#a-heading), [this page](#a-page); `tests/gone.py`, `make coffee`, `make lint`.
 It stands for `x is no y`: `digits_{linear,cubic}`, --config counting, --config digits_linear, configs/none.yaml
+`pip install lit-effattn[g2p,plots]`
 
 ```
 x is no y
@@ -73,7 +74,8 @@ def test_every_check_finds_a_planted_fault(monkeypatch):
         "lit_effattn/nowhere/bad.py:1": 1,
         "docs/bad.md:3": 4,
         "docs/bad.md:4": 3,
-        "docs/bad.md:10": 1,
+        "docs/bad.md:5": 1,
+        "docs/bad.md:11": 1,
         "docs/configurations.md:1": 1,
         "README.md:1": 2,
         "docs/tutorial.ipynb:1": 2,

@@ -24,7 +24,7 @@ from lit_effattn.sequence import (
     without_padding,
 )
 from lit_effattn.tasks.base import Objective, Task, check_integers
-from lit_effattn.tasks.metrics import Accuracy, Count, Nats, for_stages
+from lit_effattn.tasks.metrics import Accuracy, Count, Mean, for_stages
 from lit_effattn.tasks.pixels import ordinal_waves
 from lit_effattn.tasks.predictions import write_classes
 
@@ -116,7 +116,7 @@ class SequenceClassifier(Task):
             self.embedding = nn.Linear(n_features, backbone.d_input)
         self.backbone = backbone
         self.output = nn.Linear(backbone.d_model, len(self.classes))
-        self.scores = for_stages({"loss": Nats, "accuracy": Accuracy, "sequences": Count})
+        self.scores = for_stages({"loss": Mean, "accuracy": Accuracy, "sequences": Count})
 
     def forward(self, x: Tensor, lengths: Tensor | None = None, starts: Tensor | None = None) -> Tensor:
         """Return ln p of every class, (B, C), or with `starts` one row for each sequence.

@@ -20,7 +20,7 @@ from lit_effattn.nn.packing import first_positions, packed
 from lit_effattn.sequence import SequenceModule, State
 from lit_effattn.tasks.auxiliary import mean_of_scored
 from lit_effattn.tasks.base import Objective, Task, check_backbone, check_fields, check_integers
-from lit_effattn.tasks.metrics import Accuracy, Count, Nats, Perplexity, for_stages
+from lit_effattn.tasks.metrics import Accuracy, Count, Mean, Perplexity, for_stages
 from lit_effattn.tasks.options import FillOptions
 from lit_effattn.tasks.predictions import of_positions, write_documents
 from lit_effattn.tasks.samples import write_filled
@@ -109,7 +109,7 @@ class MaskedLanguageModel(Task):
         if tie:
             self.head.tie(self.embedding)
         self.auxiliary_weight = auxiliary_weight
-        figures = {"loss": Nats, "perplexity": Perplexity, "accuracy": Accuracy, "tokens": Count}
+        figures = {"loss": Mean, "perplexity": Perplexity, "accuracy": Accuracy, "tokens": Count}
         self.scores = for_stages(figures)
 
     def forward(self, tokens: Tensor, lengths: Tensor | None = None, starts: Tensor | None = None) -> Tensor:

@@ -47,8 +47,17 @@ class _Sums(Float64Metric):
         return self.total / self.count
 
 
-class _Mean(_Sums):
-    """A function of the mean of all values."""
+class Mean(_Sums):
+    """Σ values / count, over everything scored: of −ln p it is the cross-entropy, in nats.
+
+    Examples:
+        >>> metric = Mean()
+        >>> metric.update(torch.tensor([0.5, 1.5]))
+        >>> float(metric.compute())
+        1.0
+    """
+
+    higher_is_better: bool | None = False
 
     def update(self, values: Tensor) -> None:
         """Add values, of any shape. Leave out those that are not scored."""
@@ -56,8 +65,15 @@ class _Mean(_Sums):
         self.count += values.numel()
 
 
-class _NatsPerUnit(_Sums):
-    """A function of Σ nats / Σ units, where a value in nats belongs to several units."""
+class NatsPerUnit(_Sums):
+    """Σ nats / Σ units, where a value in nats belongs to several units, such as −ln p of an utterance to its phones.
+
+    Examples:
+        >>> metric = NatsPerUnit()
+        >>> metric.update(torch.tensor([6.0, 1.0]), torch.tensor([4, 10]))
+        >>> float(metric.compute())
+        0.5
+    """
 
     higher_is_better = False
 
@@ -67,7 +83,7 @@ class _NatsPerUnit(_Sums):
         self.count += units.sum()
 
 
-class BitsPerDim(_Mean):
+class BitsPerDim(Mean):
     """Mean negative log-likelihood in bits, Σ nats / (count · ln 2), over everything scored.
 
     `update` takes negative log-likelihoods in nats, one for each dimension, byte or character scored.
@@ -79,14 +95,12 @@ class BitsPerDim(_Mean):
         4.0875
     """
 
-    higher_is_better = False
-
     def compute(self) -> Tensor:
         """Return bits per value scored."""
         return self.total / self.count / math.log(2)
 
 
-class BitsPerTextByte(_NatsPerUnit):
+class BitsPerTextByte(NatsPerUnit):
     """Bits of a text for each of its bytes, Σ nats / (Σ bytes · ln 2), with any tokenizer.
 
     `update` takes the negative log-likelihood in nats of each token scored, and the token's number of bytes.
@@ -103,7 +117,7 @@ class BitsPerTextByte(_NatsPerUnit):
         return self.total / self.count / math.log(2)
 
 
-class Perplexity(_Mean):
+class Perplexity(Mean):
     """exp(Σ nats / count), over everything scored: the number of equally likely tokens with the same entropy.
 
     `update` takes negative log-likelihoods in nats, one for each token scored.
@@ -115,14 +129,12 @@ class Perplexity(_Mean):
         4.0
     """
 
-    higher_is_better = False
-
     def compute(self) -> Tensor:
         """Return the perplexity."""
         return (self.total / self.count).exp()
 
 
-class Accuracy(_Mean):
+class Accuracy(Mean):
     """The fraction of correct decisions. `update` takes booleans, one for each decision.
 
     Examples:
@@ -135,7 +147,7 @@ class Accuracy(_Mean):
     higher_is_better = True
 
 
-class Count(_Mean):
+class Count(Mean):
     """The number of values.
 
     Examples:
@@ -186,21 +198,6 @@ class ErrorRate(_Sums):
             self.count += tokens
 
 
-class PhonemeErrorRate(ErrorRate):
-    """The `ErrorRate` of utterances, each with one reference.
-
-    Examples:
-        >>> metric = PhonemeErrorRate()
-        >>> metric.update([["k", "ae", "t"], ["ah"]], [["k", "ah", "t", "s"], ["ah"]])
-        >>> float(metric.compute())
-        0.4
-    """
-
-    def update(self, hypotheses: Sequence[Sequence[Any]], references: Sequence[Sequence[Any]]) -> None:
-        """Add utterances: the recognised tokens of each, and its reference."""
-        super().update(hypotheses, [[reference] for reference in references])
-
-
 class ExactMatch(_Sums):
     """The fraction of sequences that equal one of their references: exact-match accuracy.
 
@@ -225,32 +222,6 @@ def _check_references(references: Sequence[Sequence[Any]]) -> None:
     for i, of_one in enumerate(references):
         if not len(of_one):
             raise ValueError(f"references[{i}] is empty; give at least one reference for each hypothesis")
-
-
-class NatsPerPhone(_NatsPerUnit):
-    """Σ −ln p(phones | sound) / Σ phones, over all utterances.
-
-    `update` takes −ln p of each utterance, and its number of phones.
-
-    Examples:
-        >>> metric = NatsPerPhone()
-        >>> metric.update(torch.tensor([6.0, 1.0]), torch.tensor([4, 10]))
-        >>> float(metric.compute())
-        0.5
-    """
-
-
-class Nats(_Mean):
-    """The cross-entropy, Σ −ln p / count. `update` takes −ln p of each token or label scored.
-
-    Examples:
-        >>> metric = Nats()
-        >>> metric.update(torch.tensor([0.5, 1.5]))
-        >>> float(metric.compute())
-        1.0
-    """
-
-    higher_is_better = False
 
 
 def for_stages(kinds: Mapping[str, Callable[[], Metric]]) -> nn.ModuleDict:

@@ -15,7 +15,7 @@ from lit_effattn.nn.look_ahead import LookAhead
 from lit_effattn.sequence import SequenceModule, State, accumulator, reads_values, valid_positions
 from lit_effattn.tasks.base import Objective, Task, check_backbone, check_fields, check_integers
 from lit_effattn.tasks.ctc import Decoder, GreedyDecoder, align, ctc_nll
-from lit_effattn.tasks.metrics import Count, NatsPerPhone, PhonemeErrorRate, for_stages
+from lit_effattn.tasks.metrics import Count, ErrorRate, NatsPerUnit, for_stages
 from lit_effattn.tasks.predictions import PICTURES, Transcript, write_transcripts
 
 
@@ -98,7 +98,7 @@ class SpeechRecognizer(Task):
         self.decoder = decoder or GreedyDecoder()
         self.backbone = LookAhead(backbone, look_ahead) if look_ahead else backbone
         self.output = nn.Linear(backbone.d_model, len(self.phones) + 1)
-        figures = {"loss": NatsPerPhone, "per": PhonemeErrorRate, "utterances": Count, "impossible": Count}
+        figures = {"loss": NatsPerUnit, "per": ErrorRate, "utterances": Count, "impossible": Count}
         self.scores = for_stages(figures)
 
     def forward(self, batch: SpeechBatch) -> tuple[Tensor, Tensor]:
@@ -148,7 +148,7 @@ class SpeechRecognizer(Task):
         hypotheses = self.decoder(log_probs, lengths, self.phones)
         metrics: Any = self.scores[stage]
         metrics["loss"](nats[possible], batch.phone_lengths[possible])
-        metrics["per"]([self.fold(labels) for labels in hypotheses], [self.fold(r) for r in _references(batch)])
+        metrics["per"]([self.fold(labels) for labels in hypotheses], [[self.fold(r)] for r in _references(batch)])
         metrics["utterances"](nats)
         metrics["impossible"](nats[~possible])
         return dict(metrics.items())

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torchmetrics.functional.text import rouge_score, squad
 
-from lit_effattn.tasks.metrics import Float64Metric, _Mean
+from lit_effattn.tasks.metrics import Float64Metric, Mean
 
 if TYPE_CHECKING:
     from sacrebleu.metrics.base import Metric as SacreBleuMetric
@@ -139,7 +139,7 @@ class Chrf(_CorpusScore):
         super().__init__(scorer, n_statistics=3 * scorer.order)
 
 
-class _MeanScore(_Mean):
+class _MeanScore(Mean):
     """The mean over all texts of a score of one text."""
 
     higher_is_better = True

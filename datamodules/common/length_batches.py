@@ -3,15 +3,15 @@
 from collections.abc import Iterator
 
 import numpy as np
-from torch.utils.data import DistributedSampler
 
 from lit_effattn.checks import at_least
 from lit_effattn.datamodules.common.packing import first_fit
+from lit_effattn.datamodules.common.sampling import BatchSampler
 
 _RATIO = 1.1  # maximum ratio of the longest to the shortest length in a bucket
 
 
-class LengthBatches(DistributedSampler[list[int]]):
+class LengthBatches(BatchSampler):
     """Batches of samples of similar length, sharded over processes, as a pure function of (seed, epoch).
 
     Samples are divided into buckets. In each bucket the longest sample is at most 1.1 times as long as the shortest. An
@@ -73,13 +73,7 @@ class LengthBatches(DistributedSampler[list[int]]):
             )
         if lengths.min() < 1:
             raise ValueError(f"lengths has {lengths.min()}; a sample has at least one position")
-        super().__init__(
-            range(len(lengths)),  # type: ignore[arg-type]  # only the length of the data set is used
-            num_replicas=num_replicas,
-            rank=rank,
-            shuffle=shuffle,
-            seed=seed,
-        )
+        super().__init__(len(lengths), num_replicas=num_replicas, rank=rank, shuffle=shuffle, seed=seed)
         self.lengths = lengths
         self._buckets, longest = _buckets(lengths)
         # For each batch of this process the places of its samples, if samples are sorted by bucket.
@@ -88,7 +82,6 @@ class LengthBatches(DistributedSampler[list[int]]):
         else:
             borders = _borders(longest, batch_size, max_samples, num_replicas)
             self._places = [step[rank::num_replicas] for step in np.split(np.arange(len(lengths)), borders[1:-1])]
-        self.start = 0  # batches that `ResumableLoader` skips, since the interrupted run trained on them
 
     def __len__(self) -> int:
         return len(self._places)

@@ -12,12 +12,27 @@ from torch.utils.data import DataLoader, DistributedSampler
 from lit_effattn.checks import at_least
 
 
-class ShardedBatches(DistributedSampler[list[int]]):
+class BatchSampler(DistributedSampler[Any]):
+    """A sampler of batches. Lightning replaces samplers that are not a `DistributedSampler`.
+
+    Args:
+        n_samples: Size of the data set.
+        options: Arguments of `DistributedSampler`.
+
+    Attributes:
+        start: Number of batches that `ResumableLoader` skips, since the interrupted run trained on them.
+    """
+
+    def __init__(self, n_samples: int, **options: Any) -> None:
+        super().__init__(range(n_samples), **options)  # type: ignore[arg-type]  # only its length is used
+        self.start = 0
+
+
+class ShardedBatches(BatchSampler):
     """Batches of indices, sharded over processes, as a pure function of (seed, epoch).
 
     Pass it to a loader as `sampler=` with `batch_size=None`: the data set's `__getitem__` then gets a list of indices
-    and returns the whole batch. It is a `DistributedSampler` because Lightning replaces other samplers by one that
-    shuffles and repeats samples.
+    and returns the whole batch.
 
     With `drop_last` (training) all batches have the same size and the rest of the epoch is dropped. The samples in the
     t-th batches of all processes together depend only on the product of the number of processes and the batch size.
@@ -67,18 +82,11 @@ class ShardedBatches(DistributedSampler[list[int]]):
             raise ValueError(
                 f"n_samples={n_samples} cannot give each of {num_replicas} processes {each}; {remedy}, or more samples"
             )
-        super().__init__(
-            range(n_samples),  # type: ignore[arg-type]  # only the length of the data set is used
-            num_replicas=num_replicas,
-            rank=rank,
-            shuffle=shuffle,
-            seed=seed,
-            drop_last=drop_last,
-        )
+        order: dict[str, Any] = {"shuffle": shuffle, "seed": seed, "drop_last": drop_last}
+        super().__init__(n_samples, num_replicas=num_replicas, rank=rank, **order)
         self.n_samples = n_samples
         self.batch_size = batch_size
         self.variants = variants
-        self.start = 0  # batches that `ResumableLoader` skips, since the interrupted run trained on them
 
     def __len__(self) -> int:
         if self.drop_last:
@@ -122,7 +130,7 @@ class ResumableLoader(DataLoader[Any]):
         ValueError: On the first batch, if the interrupted epoch had another number of batches than this one.
     """
 
-    sampler: ShardedBatches
+    sampler: BatchSampler
     _epoch = 0  # epoch of the latest iteration, whose next batch has index `_batches`
     _batches = 0
     _loaded: dict[str, int] | None = None

@@ -9,11 +9,11 @@ from typing import Any, Literal, NamedTuple
 import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import Dataset
 
 from lit_effattn.checks import applicable, at_least
 from lit_effattn.datamodules.common.base import DataModule
-from lit_effattn.datamodules.common.sampling import ResumableLoader, ShardedBatches, digest, loader_options, processes
+from lit_effattn.datamodules.common.sampling import ShardedBatches, digest, processes
 from lit_effattn.datamodules.common.splits import PURPOSES
 from lit_effattn.datamodules.images import sources as image_sources
 
@@ -83,7 +83,7 @@ class PixelSequences(DataModule):
         verify: bool | None = None,
         max_pixels: int | None = None,
     ) -> None:
-        super().__init__()
+        super().__init__(num_workers, seed)
         self.save_hyperparameters(logger=False)
         _check_options(
             dataset,
@@ -97,7 +97,6 @@ class PixelSequences(DataModule):
         )
         at_least(1, batch_size=batch_size, eval_batch_size=eval_batch_size, image_size=image_size)
         at_least(1, max_pixels=max_pixels)
-        at_least(0, num_workers=num_workers, seed=seed)
         kind = _KINDS[dataset]
         if n_levels is not None and not 2 <= n_levels <= kind.n_levels:
             raise ValueError(
@@ -107,9 +106,7 @@ class PixelSequences(DataModule):
         self.dataset = dataset
         self.batch_size = batch_size
         self.eval_batch_size = batch_size if eval_batch_size is None else eval_batch_size
-        self.num_workers = num_workers
         self.flip = flip
-        self.seed = seed
         self.root = Path("data" if root is None else root)
         self.download = download is not False
         self.verify = verify is not False
@@ -189,19 +186,12 @@ class PixelSequences(DataModule):
         images = image_sources.images(self.dataset, self.root, test)
         return {name: ImageArray(images[name], native, self.n_levels) for name in images}
 
-    def train_dataloader(self) -> ResumableLoader:
-        """Return a loader of the training images, in batches of equal size and in a new order each epoch."""
-        order = {"shuffle": True, "variants": 2 if self.flip else 1, "drop_last": True}
-        return ResumableLoader(**self._options("train", self.batch_size, **order))
-
-    def _eval_dataloader(self, split: str) -> DataLoader[Tensor]:
-        return DataLoader(**self._options(split, self.eval_batch_size, shuffle=False, drop_last=False))
-
-    def _options(self, split: str, batch_size: int, **order: Any) -> dict[str, Any]:
+    def _batches(self, split: str, training: bool) -> tuple[Dataset[Any], ShardedBatches]:
         data = self.splits[split]
-        order |= processes(self.trainer)
-        batches = ShardedBatches(len(data), batch_size, seed=self.seed, **order)
-        return {"dataset": data, "sampler": batches, **loader_options(self.num_workers)}
+        variants = 2 if training and self.flip else 1
+        order: dict[str, Any] = {"shuffle": training, "drop_last": training, **processes(self.trainer)}
+        batch_size = self.batch_size if training else self.eval_batch_size
+        return data, ShardedBatches(len(data), batch_size, seed=self.seed, variants=variants, **order)
 
 
 class PixelDataset(Dataset[Tensor], ABC):

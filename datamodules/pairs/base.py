@@ -6,13 +6,13 @@ from typing import Any
 
 import numpy as np
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import Dataset
 
 from lit_effattn.checks import at_least
 from lit_effattn.datamodules.common.base import DataModule
 from lit_effattn.datamodules.common.faults import Faults
 from lit_effattn.datamodules.common.length_batches import LengthBatches
-from lit_effattn.datamodules.common.sampling import ResumableLoader, loader_options, processes
+from lit_effattn.datamodules.common.sampling import processes
 from lit_effattn.datamodules.common.splits import PURPOSES, SPLITS_OF
 from lit_effattn.datamodules.pairs.sources import source_lines
 
@@ -57,15 +57,12 @@ class LengthBatched(DataModule):
         seed: int = 0,
         num_workers: int = 0,
     ) -> None:
-        super().__init__()
+        super().__init__(num_workers, seed)
         at_least(1, batch_tokens=batch_tokens, eval_batch_tokens=eval_batch_tokens)
-        at_least(0, seed=seed, num_workers=num_workers)
         self.batch_tokens = batch_tokens
         self.eval_batch_tokens = batch_tokens if eval_batch_tokens is None else eval_batch_tokens
         self.max_items = max_items
         self.source_file = None if source_file is None else Path(source_file)
-        self.seed = seed
-        self.num_workers = num_workers
         self.left_out: dict[str, Faults] = {}
         self.sources = sources
         self._lines = sources or []  # or those of `source_file`
@@ -110,22 +107,16 @@ class LengthBatched(DataModule):
     def _items(self, split: str) -> Items:
         """Return the items of a split; for "test", the user's own texts if there are any."""
 
-    def train_dataloader(self) -> ResumableLoader:
-        """Return a loader of every training item once per epoch, in different batches each epoch."""
-        return ResumableLoader(**self._loader_options("train", self.batch_tokens, shuffle=True))
-
-    def _eval_dataloader(self, split: str) -> DataLoader[Any]:
-        return DataLoader(**self._loader_options(split, self.eval_batch_tokens, shuffle=False))
-
-    def _loader_options(self, split: str, batch_tokens: int, *, shuffle: bool) -> dict[str, Any]:
+    def _batches(self, split: str, training: bool) -> tuple[Items, LengthBatches]:
         items = self._items(split)
+        batch_tokens = self.batch_tokens if training else self.eval_batch_tokens
         sampler = LengthBatches(
             items.lengths(),
             batch_tokens,
             max_samples=self.max_items or batch_tokens,
-            shuffle=shuffle,
+            shuffle=training,
             seed=self.seed,
-            packed=self.packed and split == "train",
+            packed=self.packed and training,
             **processes(self.trainer),
         )
-        return {"dataset": items, "sampler": sampler, **loader_options(self.num_workers)}
+        return items, sampler

@@ -19,7 +19,7 @@ from lit_effattn.checks import at_least
 from lit_effattn.datamodules.common.base import DataModule
 from lit_effattn.datamodules.common.faults import Fault, Faults
 from lit_effattn.datamodules.common.length_batches import LengthBatches
-from lit_effattn.datamodules.common.sampling import ResumableLoader, digest, loader_options, processes
+from lit_effattn.datamodules.common.sampling import digest, processes
 from lit_effattn.datamodules.common.splits import SPLITS_OF
 from lit_effattn.datamodules.common.store import default_cache
 from lit_effattn.datamodules.speech.audio import MAX_SECONDS
@@ -110,12 +110,11 @@ class SpeechData(DataModule):
         seed: int = 0,
         num_workers: int = 0,
     ) -> None:
-        super().__init__()
+        super().__init__(num_workers, seed)
         # Without objects that are not plain data: checkpoints could not be read with `weights_only`.
         self.save_hyperparameters(logger=False, ignore=["corpus", "spec_augment", "wave_augment"])
         at_least(1, batch_frames=batch_frames, eval_batch_frames=eval_batch_frames)
         at_least(1, batch_utterances=batch_utterances)
-        at_least(0, seed=seed, num_workers=num_workers)
         if normalize not in ("speaker", "utterance", "corpus", None):
             raise ValueError(f"normalize={normalize!r} is unknown; choose speaker, utterance, corpus or null")
         if not 0 <= min_seconds < max_seconds:
@@ -134,8 +133,6 @@ class SpeechData(DataModule):
         self.cache = cache
         self.cache_dir = default_cache() if cache_dir is None else Path(cache_dir)
         self.audio = [audio] if isinstance(audio, str) else audio
-        self.seed = seed
-        self.num_workers = num_workers
         self.left_out: dict[str, list[Fault]] = {}
         self._reader = FeatureReader(self.filterbanks, min_seconds, max_seconds, upsample)
         self._splits: dict[str, Split] = {}
@@ -269,28 +266,21 @@ class SpeechData(DataModule):
             raise ValueError(f"{faults[0].message}{more}")
         return Split(utterances, [[] for _ in utterances], features, np.arange(len(utterances)))
 
-    def train_dataloader(self) -> ResumableLoader:
-        """Return a loader of every training utterance once per epoch, in different batches each epoch."""
-        data = self._dataset("train", self.spec_augment, self.wave_augment)
-        return ResumableLoader(data, **self._options(data, self.batch_frames, shuffle=True))
-
     def predict_dataloader(self) -> DataLoader[SpeechBatch]:
         """Return a loader of every recording of `audio` once, or of every test utterance."""
-        return self._eval_dataloader("predict")
+        return self._evaluation("predict")
 
-    def _eval_dataloader(self, split: str) -> DataLoader[SpeechBatch]:
-        data = self._dataset(split)
-        return DataLoader(data, **self._options(data, self.eval_batch_frames, shuffle=False))
-
-    def _dataset(
-        self, split: str, augment: SpecAugment | None = None, wave_augment: WaveAugment | None = None
-    ) -> "SpeechUtterances":
+    def _batches(self, split: str, training: bool) -> tuple["SpeechUtterances", LengthBatches]:
         of_split = self._splits[split]  # first: fails before `setup`, so that Lightning's __str__ reads no recordings
         # Not in `setup`, since a checkpoint's statistics are loaded after it.
         statistics = of_split.features.readings.statistics
         if self.normalize == "corpus":
             statistics = {None: self._corpus_statistics()}
-        return SpeechUtterances(of_split, self.normalize, statistics, augment, wave_augment, self.seed)
+        changes = (self.spec_augment, self.wave_augment) if training else (None, None)
+        data = SpeechUtterances(of_split, self.normalize, statistics, *changes, self.seed)
+        order: dict[str, Any] = {"shuffle": training, "seed": self.seed, **processes(self.trainer)}
+        batch_frames = self.batch_frames if training else self.eval_batch_frames
+        return data, LengthBatches(data.n_frames, batch_frames, max_samples=self.batch_utterances, **order)
 
     def _corpus_statistics(self) -> Tensor:
         if self._statistics is None:
@@ -301,11 +291,6 @@ class SpeechData(DataModule):
                 )
             self._statistics = self._read("train")[1].readings.statistics[None]
         return self._statistics
-
-    def _options(self, data: "SpeechUtterances", batch_frames: int, *, shuffle: bool) -> dict[str, Any]:
-        order: dict[str, Any] = {"shuffle": shuffle, "seed": self.seed, **processes(self.trainer)}
-        batches = LengthBatches(data.n_frames, batch_frames, max_samples=self.batch_utterances, **order)
-        return {"sampler": batches, **loader_options(self.num_workers)}
 
     def state_dict(self) -> dict[str, Any]:
         """Return the inventory of phones and the settings of the features."""

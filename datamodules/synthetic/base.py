@@ -3,11 +3,11 @@
 from abc import abstractmethod
 from typing import Any
 
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import Dataset
 
 from lit_effattn.checks import at_least
 from lit_effattn.datamodules.common.base import DataModule
-from lit_effattn.datamodules.common.sampling import ResumableLoader, ShardedBatches, loader_options, processes
+from lit_effattn.datamodules.common.sampling import BatchSampler, ShardedBatches, processes
 from lit_effattn.datamodules.synthetic.segments import SegmentedSequences, Segments
 
 _DRAWS = 2**20  # variants of a training sequence; every epoch draws one, so repetitions are rare
@@ -45,19 +45,12 @@ class SyntheticTask(DataModule):
         seed: int = 0,
         num_workers: int = 0,
     ) -> None:
-        super().__init__()
+        super().__init__(num_workers, seed)
         at_least(1, batch_size=batch_size, eval_batch_size=eval_batch_size)
         at_least(1, n_train=n_train, n_val=n_val, n_test=n_test)
-        at_least(0, seed=seed, num_workers=num_workers)
         self.batch_size = batch_size
         self.eval_batch_size = eval_batch_size or batch_size
         self.sizes = {"train": n_train, "val": n_val, "test": n_test}
-        self.seed = seed
-        self.num_workers = num_workers
-
-    def train_dataloader(self) -> ResumableLoader:
-        """Return a loader of new sequences each epoch, in batches of equal size."""
-        return ResumableLoader(**self._options("train", self.batch_size, shuffle=True, variants=_DRAWS, drop_last=True))
 
     @abstractmethod
     def sequences(self, split: str) -> Dataset[Any]:
@@ -68,12 +61,12 @@ class SyntheticTask(DataModule):
         number = list(self.sizes).index(split)
         return number if number else len(self.sizes) + self.seed
 
-    def _eval_dataloader(self, split: str) -> DataLoader[Any]:
-        return DataLoader(**self._options(split, self.eval_batch_size, shuffle=False, drop_last=False))
-
-    def _options(self, split: str, batch_size: int, **order: Any) -> dict[str, Any]:
-        order |= processes(self.trainer)
+    def _batches(self, split: str, training: bool) -> tuple[Dataset[Any], BatchSampler]:
         sequences = self.sequences(split)
-        batches = ShardedBatches(self.sizes[split], batch_size, seed=self.seed, **order)
-        sampler = Segments(batches, sequences.n_segments) if isinstance(sequences, SegmentedSequences) else batches
-        return {"dataset": sequences, "sampler": sampler, **loader_options(self.num_workers)}
+        variants = _DRAWS if training else 1
+        order: dict[str, Any] = {"shuffle": training, "drop_last": training, **processes(self.trainer)}
+        batch_size = self.batch_size if training else self.eval_batch_size
+        batches = ShardedBatches(self.sizes[split], batch_size, seed=self.seed, variants=variants, **order)
+        if isinstance(sequences, SegmentedSequences):
+            return sequences, Segments(batches, sequences.n_segments)
+        return sequences, batches

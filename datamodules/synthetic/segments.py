@@ -6,9 +6,9 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
-from torch.utils.data import Dataset, DistributedSampler
+from torch.utils.data import Dataset
 
-from lit_effattn.datamodules.common.sampling import ShardedBatches
+from lit_effattn.datamodules.common.sampling import BatchSampler, ShardedBatches
 from lit_effattn.datamodules.common.tokens import IGNORE, Response, TokenBatch
 
 _EMPTY = -1  # index of an empty row, instead of a sequence's
@@ -70,23 +70,17 @@ class SegmentedSequences(Dataset[TokenBatch]):
         )
 
 
-class Segments(DistributedSampler[tuple[list[int], int]]):
-    """A sampler that returns every batch of sequences once per segment. Lightning does not replace such a sampler.
+class Segments(BatchSampler):
+    """A sampler that returns every batch of sequences once per segment.
 
     Memories are carried by row, so all batches have the same number of rows. If a batch has fewer sequences, its last
     rows are empty.
     """
 
     def __init__(self, batches: ShardedBatches, n_segments: int) -> None:
-        super().__init__(
-            range(batches.n_samples),  # type: ignore[arg-type]  # only the length of the data set is used
-            num_replicas=batches.num_replicas,
-            rank=batches.rank,
-            shuffle=batches.shuffle,
-        )
+        super().__init__(batches.n_samples, num_replicas=batches.num_replicas, rank=batches.rank)
         self.batches = batches
         self.n_segments = n_segments
-        self.start = 0  # batches that `ResumableLoader` skips, since the interrupted run trained on them
 
     def set_epoch(self, epoch: int) -> None:
         """Set the epoch, which determines the order."""

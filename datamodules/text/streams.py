@@ -6,10 +6,10 @@ from typing import Any
 import numpy as np
 import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
-from torch.utils.data import Dataset, DistributedSampler
+from torch.utils.data import Dataset
 
 from lit_effattn.datamodules.common.packing import first_fit
-from lit_effattn.datamodules.common.sampling import ResumableLoader
+from lit_effattn.datamodules.common.sampling import BatchSampler, ResumableLoader
 from lit_effattn.datamodules.common.tokens import IGNORE, TokenBatch
 from lit_effattn.datamodules.text.documents import Documents
 
@@ -262,25 +262,24 @@ class ShuffledWholeDocuments(ShuffledStreams, WholeDocuments):  # type: ignore[m
     """Rows of whole documents, in another order every epoch. All epochs have as many batches as the first."""
 
 
-class InOrder(DistributedSampler[int]):
-    """A sampler of the indices 0, 1, … of a process's batches. Lightning does not replace a `DistributedSampler`."""
+class InOrder(BatchSampler):
+    """A sampler of the indices 0, 1, … of a process's batches."""
 
     def __init__(self, streams: TokenStreams) -> None:
-        super().__init__(streams, num_replicas=streams.num_replicas, rank=streams.rank, shuffle=False)
+        super().__init__(len(streams), num_replicas=streams.num_replicas, rank=streams.rank, shuffle=False)
         self.n_batches = len(streams)
-        self.start = 0  # batches that `ResumableLoader` skips, since the interrupted run trained on them
 
     def __len__(self) -> int:
         return self.n_batches
 
-    def __iter__(self) -> Iterator[int]:
+    def __iter__(self) -> Iterator[Any]:
         return iter(range(self.start, self.n_batches))
 
 
 class EpochInOrder(InOrder):
     """A sampler of the items (epoch, 0), (epoch, 1), … of `ShuffledStreams`."""
 
-    def __iter__(self) -> Iterator[tuple[int, int]]:  # type: ignore[override]
+    def __iter__(self) -> Iterator[tuple[int, int]]:
         return ((self.epoch, step) for step in super().__iter__())
 
 

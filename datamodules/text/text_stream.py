@@ -7,11 +7,10 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
-from torch.utils.data import DataLoader
 
 from lit_effattn.checks import applicable, at_least
 from lit_effattn.datamodules.common.base import DataModule
-from lit_effattn.datamodules.common.sampling import loader_options, processes
+from lit_effattn.datamodules.common.sampling import processes
 from lit_effattn.datamodules.common.splits import PURPOSES, SPLITS_OF
 from lit_effattn.datamodules.common.store import default_cache
 from lit_effattn.datamodules.text import sources as text_sources
@@ -108,6 +107,8 @@ class TextStream(DataModule):
         ValueError: If an argument is out of its range or does not apply to the source.
     """
 
+    _loader = StreamLoader
+
     def __init__(
         self,
         source: Literal["stdlib", "enwik8", "text8", "wikitext103", "files", "huggingface", "prepared"] = "stdlib",
@@ -130,13 +131,13 @@ class TextStream(DataModule):
         tokenizer_of: str | None = None,
         shuffle_seed: int | None = None,
     ) -> None:
-        super().__init__()
+        super().__init__(num_workers)
         self.save_hyperparameters(logger=False)
         options = {"root": root, "glob": glob, "path": path, "subset": subset, "column": column, "max_bytes": max_bytes}
         _check_options(source, **options)
         at_least(1, segment_len=segment_len, eval_segment_len=eval_segment_len, max_bytes=max_bytes)
         at_least(1, batch_size=batch_size, eval_batch_size=eval_batch_size)
-        at_least(0, num_workers=num_workers, shuffle_seed=shuffle_seed)
+        at_least(0, shuffle_seed=shuffle_seed)
         if documents not in ("apart", "joined", "packed", "whole"):
             raise ValueError(f"documents={documents!r} is not known; choose apart, joined, packed or whole")
         self.source: str = source
@@ -157,7 +158,6 @@ class TextStream(DataModule):
         self.batch_size = batch_size
         self.eval_batch_size = batch_size if eval_batch_size is None else eval_batch_size
         self.documents = documents
-        self.num_workers = num_workers
         self.shuffle_seed = shuffle_seed
         self.cache = default_cache() if cache is None else Path(cache)
         self._vocab_size = vocab_size
@@ -268,15 +268,10 @@ class TextStream(DataModule):
         ):
             rank_zero_warn(f"{self._options['root']}: {len(faults)} left out:\n  {faults}")
 
-    def train_dataloader(self) -> StreamLoader:
-        """Return a loader of consecutive segments of equally long streams."""
-        streams = self._streams("train", self.segment_len, self.batch_size)
-        sampler = (EpochInOrder if isinstance(streams, ShuffledStreams) else InOrder)(streams)
-        return StreamLoader(streams, sampler=sampler, **loader_options(self.num_workers))
-
-    def _eval_dataloader(self, split: str) -> DataLoader[Any]:
-        streams = self._streams(split, self.eval_segment_len, self.eval_batch_size)
-        return DataLoader(streams, sampler=InOrder(streams), **loader_options(self.num_workers))
+    def _batches(self, split: str, training: bool) -> tuple[TokenStreams, InOrder]:
+        segment_len = self.segment_len if training else self.eval_segment_len
+        streams = self._streams(split, segment_len, self.batch_size if training else self.eval_batch_size)
+        return streams, (EpochInOrder if isinstance(streams, ShuffledStreams) else InOrder)(streams)
 
     def _streams(self, split: str, segment_len: int, batch_size: int) -> TokenStreams:
         documents = self._store.split(split)

@@ -2,6 +2,7 @@
 
 import os
 import re
+from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -42,3 +43,34 @@ def load(option: str, path: str, subset: str | None) -> Any:
     version = int(datasets.__version__.partition(".")[0])
     trust = {} if version >= _FIRST_WITHOUT_SCRIPTS else {"trust_remote_code": False}
     return datasets.load_dataset(str(folder.resolve()) if folder.is_dir() else path, subset, **trust)
+
+
+def load_splits(
+    option: str, path: str, subset: str | None, columns: Sequence[str], remedy: str
+) -> tuple[dict[str, Any], Any]:
+    """Load columns of a data set: see `load`.
+
+    Args:
+        option: The beginning of a message.
+        path: The data set.
+        subset: Its configuration, if it has several.
+        columns: Names of the columns. `translation.en` is the key en of the column translation.
+        remedy: The options that name the columns.
+
+    Returns:
+        The rows of "train", and of "val" and "test" if it has them; and plain data that change if they change.
+
+    Raises:
+        ValueError: As in `load`, or if there is no split train with these columns.
+    """
+    loaded = load(option, path, subset)
+    has = loaded["train"].column_names if "train" in loaded else []
+    top = {column if column in has else column.split(".")[0] for column in columns}
+    if not top <= set(has):
+        raise ValueError(
+            f"path={path!r} has no {' and '.join(map(repr, columns))} in a split 'train'; it has "
+            f"{ {name: rows.column_names for name, rows in loaded.items()} }; name the columns with {remedy}"
+        )
+    names = {"train": "train", "val": "validation", "test": "test"}
+    rows = {split: loaded[name].select_columns(sorted(top)) for split, name in names.items() if name in loaded}
+    return rows, [path, subset, list(columns), {name: of_one._fingerprint for name, of_one in loaded.items()}]

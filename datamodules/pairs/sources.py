@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from lit_effattn.datamodules.common import hugging_face
 from lit_effattn.datamodules.common.faults import Fault, Faults
 from lit_effattn.datamodules.common.records import SUFFIXES, Record, of_rows, read_lines, read_records
-from lit_effattn.datamodules.common.splits import HELD_OUT, SPLITS
+from lit_effattn.datamodules.common.splits import HELD_OUT, SPLITS, twentieths
 
 _NAMES = {"train": ("train",), "val": ("val", "valid", "dev"), "test": ("test",)}
 """Names of the files of each split."""
@@ -135,23 +135,12 @@ def huggingface(path: str, subset: str | None, columns: tuple[str, str], *, numb
     Raises:
         ValueError: If `datasets` is not installed, or there is no split train with these columns.
     """
-    loaded = hugging_face.load(f"path={path!r}", path, subset)
-    has = loaded["train"].column_names if "train" in loaded else []
-    top = {column if column in has else column.split(".")[0] for column in columns}
-    if not top <= set(has):
-        options = "text_column and label_column" if numbers else "source_column and target_column"
-        raise ValueError(
-            f"path={path!r} has no columns {columns[0]!r} and {columns[1]!r} in a split 'train'; it has "
-            f"{ {name: rows.column_names for name, rows in loaded.items()} }; name them with {options}"
-        )
-    named = {split: "validation" if split == "val" else split for split in SPLITS}
+    remedy = "text_column and label_column" if numbers else "source_column and target_column"
+    rows, identity = hugging_face.load_splits(f"path={path!r}", path, subset, columns, remedy)
     reads: dict[str, _Pairs] = {
-        split: partial(_of_rows, f"{path} {name}", loaded[name].select_columns(sorted(top)), columns, numbers)
-        for split, name in named.items()
-        if name in loaded
+        split: partial(_of_rows, f"{path} {split}", of_split, columns, numbers) for split, of_split in rows.items()
     }
-    identity = [path, subset, columns, numbers, {name: rows._fingerprint for name, rows in loaded.items()}]
-    return PairSource("huggingface", with_held_out(reads), identity)
+    return PairSource("huggingface", with_held_out(reads), [identity, numbers])
 
 
 def source_lines(path: Path) -> list[str]:
@@ -184,10 +173,9 @@ def with_held_out(reads: dict[str, _Pairs]) -> dict[str, _Pairs]:
 
     All pairs of a source text are thus in the same split. What is left out of train is divided by its number.
     """
-    missing = {split: i for i, split in enumerate(("test", "val")) if split not in reads}
-    train, others = reads["train"], set(range(HELD_OUT)) - {*missing.values()}
-    held_out: dict[str, _Pairs] = {split: partial(_in_buckets, train, {i}) for split, i in missing.items()}
-    return {**reads, **held_out, "train": partial(_in_buckets, train, others)}
+    return {
+        split: partial(_in_buckets, reads[source], buckets) for split, (source, buckets) in twentieths(reads).items()
+    }
 
 
 def _in_buckets(read: _Pairs, buckets: set[int]) -> Iterator[Pair | Fault]:

@@ -13,11 +13,10 @@ from typing import Any, NamedTuple
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from lit_effattn.datamodules.common import hugging_face
-from lit_effattn.datamodules.common.archives import unpack_zip
 from lit_effattn.datamodules.common.faults import Fault, Faults
-from lit_effattn.datamodules.common.files import shown, text_encoding, walk_splits
+from lit_effattn.datamodules.common.files import shown, text_encoding, unpack_zip, walk_splits
 from lit_effattn.datamodules.common.python_library import library_files
-from lit_effattn.datamodules.common.splits import HELD_OUT, SPLITS, fixed_order
+from lit_effattn.datamodules.common.splits import HELD_OUT, SPLITS, fixed_order, twentieths
 from lit_effattn.datamodules.text.records import SUFFIXES as RECORDS
 from lit_effattn.datamodules.text.records import is_records, records
 
@@ -192,36 +191,35 @@ def files(root: Path, glob: str | None, field: str, *, whole_characters: bool) -
 
 def _of_records(root: Path, paths: dict[str, list[Path]], field: str) -> TextSource:
     about = {n: [(str(p), p.stat().st_size, p.stat().st_mtime_ns) for p in of_n] for n, of_n in paths.items()}
-    every = {name: {*range(HELD_OUT)} for name in SPLITS}
-    if "" in paths:
-        paths = dict.fromkeys(SPLITS, paths[""])
-        every = {"train": {*range(2, HELD_OUT)}, "val": {1}, "test": {0}}
-    splits: dict[str, Iterable[Document]] = {name: _Records(paths[name], root, field, every[name]) for name in SPLITS}
+    paths = {"train": paths[""]} if "" in paths else paths
+    splits: dict[str, Iterable[Document]] = {
+        name: _Numbered(partial(_documents, paths[source], root, field), numbers)
+        for name, (source, numbers) in twentieths(paths).items()
+    }
     return TextSource(name="files", splits=splits, identity=[str(root.resolve()), field, about], n_bytes=None)
 
 
 @dataclass
-class _Records:
-    """The documents of files, of which some hold several, whose number modulo `HELD_OUT` is in `remainders`."""
+class _Numbered:
+    """The documents that `read` yields whose numbers modulo `HELD_OUT` are in `remainders`. None is counted, too."""
 
-    paths: list[Path]
-    root: Path
-    field: str
+    read: Callable[[], Iterator[Document | None]]
     remainders: set[int]
 
     def __iter__(self) -> Iterator[Document]:
-        for i, document in enumerate(document for path in self.paths for document in self._of(path)):
-            if i % HELD_OUT in self.remainders:
-                yield document
+        documents = enumerate(self.read())
+        return (d for i, d in documents if d is not None and i % HELD_OUT in self.remainders)
 
-    def _of(self, path: Path) -> Iterator[Document]:
-        if not is_records(path.name):
-            part = _whole(path, self.root)
+
+def _documents(paths: list[Path], root: Path, field: str) -> Iterator[Document]:
+    """Yield the documents of files, of which some hold several."""
+    for path in paths:
+        if is_records(path.name):
+            texts = records(path, field)
+            yield from (Document(f"{path}[{i}]", 0, partial(iter, (text,)), title) for i, title, text in texts if text)
+        else:
+            part = _whole(path, root)
             yield Document(str(path), part.start, part.read)
-            return
-        for offset, title, text in records(path, self.field):
-            if text:
-                yield Document(f"{path}[{offset}]", 0, partial(iter, (text,)), title)
 
 
 def unread(root: Path, glob: str | None) -> Faults:
@@ -312,34 +310,15 @@ def huggingface(path: str, subset: str | None, column: str) -> TextSource:
     Raises:
         ValueError: If `datasets` is not installed, or there is no split train with this column.
     """
-    loaded = hugging_face.load("source='huggingface'", path, subset)
-    if "train" not in loaded or column not in loaded["train"].column_names:
-        columns = {name: rows.column_names for name, rows in loaded.items()}
-        raise ValueError(f"path={path!r} has no column={column!r} in a split 'train'; it has {columns}")
-    splits = {name: loaded.get("validation" if name == "val" else name) for name in SPLITS}
-    return TextSource(
-        name="huggingface",
-        splits={name: _Rows(path, name, splits, column) for name in SPLITS},
-        identity=[path, subset, column, {name: rows._fingerprint for name, rows in loaded.items()}],
-        n_bytes=None,
-    )
+    rows, identity = hugging_face.load_splits("source='huggingface'", path, subset, [column], "column")
+    splits: dict[str, Iterable[Document]] = {
+        name: _Numbered(partial(_of_rows, f"{path} {source}", rows[source], column), numbers)
+        for name, (source, numbers) in twentieths(rows).items()
+    }
+    return TextSource(name="huggingface", splits=splits, identity=identity, n_bytes=None)
 
 
-class _Rows:
-    """The rows of a split. Without a validation or test split, these are rows of train."""
-
-    def __init__(self, path: str, name: str, splits: dict[str, Any], column: str) -> None:
-        held_out = {split: i for i, split in enumerate(("test", "val")) if splits[split] is None}
-        self.title = f"{path} {name}"
-        self.rows = (splits["train"] if splits[name] is None else splits[name]).select_columns([column])
-        self.column = column
-        self.remainders = set(range(HELD_OUT))
-        if name in held_out:
-            self.remainders = {held_out[name]}
-        elif name == "train":
-            self.remainders -= set(held_out.values())
-
-    def __iter__(self) -> Iterator[Document]:
-        for i, row in enumerate(self.rows):
-            if i % HELD_OUT in self.remainders and row[self.column]:
-                yield Document(f"{self.title}[{i}]", 0, partial(iter, (row[self.column].encode(),)))
+def _of_rows(title: str, rows: Iterable[Any], column: str) -> Iterator[Document | None]:
+    for i, row in enumerate(rows):
+        text = (row[column] or "").encode()
+        yield Document(f"{title}[{i}]", 0, partial(iter, (text,))) if text else None

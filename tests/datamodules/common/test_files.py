@@ -13,7 +13,15 @@ import pytest
 from PIL import Image
 
 from lit_effattn.analysis.records import read_run
-from lit_effattn.datamodules.common.files import IMAGE_FORMATS, open_image, open_utf8, read_text, regular, walk
+from lit_effattn.datamodules.common.files import (
+    IMAGE_FORMATS,
+    open_image,
+    open_utf8,
+    read_text,
+    regular,
+    unpack_zip,
+    walk,
+)
 from lit_effattn.datamodules.images.sources import EXTENSIONS, verify_images
 
 EPS = b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 8 8\n%%EndComments\n(pwned) (w) file closefile\nshowpage\n%%EOF\n"
@@ -147,3 +155,51 @@ def test_a_log_that_is_a_fifo(tmp_path: Path):
     os.mkfifo(tmp_path / "csv" / "version_0" / "metrics.csv")
     with pytest.raises(ValueError, match=r"metrics\.csv is not a file"):
         read_run(tmp_path)
+
+
+def zipped(path: Path, members: dict[str, bytes]) -> Path:
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as file:
+        for name, content in members.items():
+            file.writestr(name, content)
+    return path
+
+
+def files(folder: Path) -> list[str]:
+    return sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
+
+
+def test_the_named_files_and_nothing_else(tmp_path: Path):
+    """Wherever the archive says that they belong."""
+    archive = zipped(tmp_path / "a", {"x/y/wiki": b"1" * 3_000_000, "../../text": b"2", "/evil": b"3"})
+    unpack_zip(archive, ["wiki", "text"], tmp_path / "there")
+    assert files(tmp_path) == ["a", "there/text", "there/wiki"]
+    assert (tmp_path / "there" / "wiki").read_bytes() == b"1" * 3_000_000
+
+
+def test_what_is_refused_leaves_nothing(tmp_path: Path):
+    archive, target = tmp_path / "a", tmp_path / "there"
+    content = bytes(range(256)) * 500
+    for members, words in (
+        ({"wiki": b"1"}, "it lacks text"),
+        ({"wiki": b"0" * 2**20, "text": b""}, "wiki is larger than 200,000 bytes"),
+    ):
+        zipped(archive, members)
+        with pytest.raises(ValueError, match=f"{archive}: it can't be unpacked .*{words}"):
+            unpack_zip(archive, ["wiki", "text"], target, max_bytes=200_000)
+    whole = zipped(archive, {"text": b"", "wiki": content}).read_bytes()
+    for broken in (b"<html>", whole[:-30], whole[: len(whole) // 2], whole[:90] + bytes(20) + whole[110:]):
+        archive.write_bytes(broken)
+        with pytest.raises(ValueError, match=f"{archive}: it can't be unpacked"):
+            unpack_zip(archive, ["wiki"], target)
+    assert files(tmp_path) == ["a"]
+
+
+def test_zip_files_that_need_another_program(tmp_path: Path):
+    archive = zipped(tmp_path / "a", {"wiki": b"1"})
+    whole, central = archive.read_bytes(), archive.read_bytes().index(b"PK\1\2")
+    for place, value, words in ((8, 1, "password required"), (10, 97, "compression method is not supported")):
+        changed = bytearray(whole)
+        changed[central + place] = value  # the flags, whose first bit means a password, and the method
+        archive.write_bytes(changed)
+        with pytest.raises(ValueError, match=rf"{archive}: it can't be unpacked \(.*{words}"):
+            unpack_zip(archive, ["wiki"], tmp_path)

@@ -364,7 +364,7 @@ def test_huggingface(tmp_path, monkeypatch, names, real):
     assert sorted(row for part in actual.values() for row in part) == everything
     for split, name in (("train", "train"), ("val", "validation"), ("test", "test")):
         assert {text.split()[0] for text, _ in actual[split]} == {name if name in names else "train"}
-    with pytest.raises(ValueError, match=r"no columns 'en' and 'translation.de' .*'train'; it has .*source_column"):
+    with pytest.raises(ValueError, match=r"no 'en' and 'translation.de' in a split 'train'; it has .*source_column"):
         ready(**options | columns | {"source_column": "en"})
 
 

@@ -364,7 +364,7 @@ def test_huggingface_rows_are_documents(tmp_path, monkeypatch, names, real):
     rows["train"] = [f"train {i}" for i in kept]
     for split, name in (("train", "train"), ("val", "validation"), ("test", "test")):
         assert documents(data, split) == rows[name]
-    with pytest.raises(ValueError, match=r"path=.* has no column='text' in a split 'train'; it has .*story"):
+    with pytest.raises(ValueError, match=r"path=.* has no 'text' in a split 'train'; it has .*story.*with column"):
         ready(source="huggingface", path=str(tmp_path / "rows"))
 
 

@@ -7,6 +7,8 @@ from typing import Any
 import lightning.pytorch as pl
 from torch import nn
 
+from lit_effattn.checks import positive
+
 
 class ClipEachParameter(pl.Callback):
     """Scales the gradient g of each parameter, a matrix or a vector, so that its norm is at most c.
@@ -24,8 +26,7 @@ class ClipEachParameter(pl.Callback):
     """
 
     def __init__(self, max_norm: float = 1.0) -> None:
-        if not max_norm > 0:
-            raise ValueError(f"max_norm={max_norm} must be positive; leave ClipEachParameter out for no clipping")
+        positive(max_norm=max_norm)
         self.max_norm = max_norm
 
     def on_before_optimizer_step(self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Any) -> None:

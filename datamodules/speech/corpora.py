@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from lit_effattn.checks import positive
 from lit_effattn.datamodules.common.faults import Fault
 from lit_effattn.datamodules.common.files import read_text, walk
 from lit_effattn.datamodules.common.json_data import parse_json
@@ -361,8 +362,7 @@ class EspeakCorpus(SpeechCorpus):
     """`ESPEAK_PHONES`, available before the corpus is made."""
 
     def __init__(self, root: str = "data/espeak", *, minutes: float = ESPEAK_MINUTES) -> None:
-        if not minutes > 0:
-            raise ValueError(f"minutes={minutes:g} must be more than 0")
+        positive(minutes=minutes)
         self.root: Path = Path(root)
         self.minutes = minutes
 

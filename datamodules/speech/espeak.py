@@ -22,6 +22,7 @@ import numpy as np
 import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
+from lit_effattn.checks import positive
 from lit_effattn.datamodules.common.bars import progress_bar
 from lit_effattn.datamodules.common.files import regular
 from lit_effattn.datamodules.common.json_data import parse_json
@@ -243,8 +244,7 @@ def make_corpus(root: Path, minutes: float) -> None:
         ModuleNotFoundError: If espeak-ng is not installed.
         ValueError: If there are too few sentences for this length.
     """
-    if not minutes > 0:
-        raise ValueError(f"minutes={minutes:g} must be more than 0")
+    positive(minutes=minutes)
     cached_folder(root, partial(_make, minutes=minutes), partial(_is_made, minutes=minutes))
 
 

@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from lit_effattn.checks import at_least
+from lit_effattn.checks import at_least, positive
 from lit_effattn.datamodules.common.tokens import IGNORE
 from lit_effattn.datamodules.synthetic.lengths import LengthSequences, LengthTask
 
@@ -68,8 +68,7 @@ class AssociativeRecall(LengthTask):
         at_least(1, n_pairs=n_pairs)
         at_least(n_pairs, n_keys=n_keys)
         at_least(max(2, n_pairs) if distinct_values else 2, n_values=n_values)
-        if not power > 0:
-            raise ValueError(f"power={power} must be positive; 0.01 is usual")
+        positive(power=power)
         self.n_pairs = n_pairs
         super().__init__(length, **options)
         self.save_hyperparameters(logger=False)

@@ -6,6 +6,7 @@ from typing import Any, Literal
 
 import numpy as np
 
+from lit_effattn.checks import one_of
 from lit_effattn.datamodules.synthetic.lengths import LengthSequences, LengthTask
 
 DEGREES = {"parity": 2, "S3": 3, "S5": 5}
@@ -52,8 +53,7 @@ class StateTracking(LengthTask):
         length: int = 32,
         **options: Any,
     ) -> None:
-        if group not in DEGREES:
-            raise ValueError(f"group={group!r} is not one of {', '.join(DEGREES)}")
+        one_of(DEGREES, group=group)
         super().__init__(length, **options)
         self.save_hyperparameters(logger=False)
         self.group = group

@@ -7,6 +7,7 @@ from typing import Literal
 import numpy as np
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
+from lit_effattn.checks import one_of
 from lit_effattn.datamodules.common.sampling import processes
 from lit_effattn.datamodules.common.store import StoredArray
 from lit_effattn.datamodules.common.tokens import IGNORE, Response, TokenBatch
@@ -83,8 +84,7 @@ class GroundedDialogues(TextStream):
             cache=cache,
             tokenizer_of=tokenizer_of,
         )
-        if document not in ("apart", "before", "when_shown"):
-            raise ValueError(f"document={document!r} is not known; choose apart, before or when_shown")
+        one_of(Shown, document=document)
         self.source = "cmu_dog"
         self.root = Path(root)
         self.document = document

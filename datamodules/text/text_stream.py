@@ -8,7 +8,7 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
-from lit_effattn.checks import applicable, at_least
+from lit_effattn.checks import applicable, at_least, one_of
 from lit_effattn.datamodules.common.base import DataModule
 from lit_effattn.datamodules.common.sampling import processes
 from lit_effattn.datamodules.common.splits import PURPOSES, SPLITS_OF
@@ -138,8 +138,7 @@ class TextStream(DataModule):
         at_least(1, segment_len=segment_len, eval_segment_len=eval_segment_len, max_bytes=max_bytes)
         at_least(1, batch_size=batch_size, eval_batch_size=eval_batch_size)
         at_least(0, shuffle_seed=shuffle_seed)
-        if documents not in ("apart", "joined", "packed", "whole"):
-            raise ValueError(f"documents={documents!r} is not known; choose apart, joined, packed or whole")
+        one_of(("apart", "joined", "packed", "whole"), documents=documents)
         self.source: str = source
         if tokenizer_of is not None and (tokens, vocab_size) != (None, None):
             raise ValueError(

@@ -11,7 +11,7 @@ from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
 from torch import Tensor, nn
 
 from lit_effattn.attention.positions import bind
-from lit_effattn.checks import at_least, probabilities
+from lit_effattn.checks import at_least, one_of, probabilities
 from lit_effattn.datamodules.common.labelled import LabelledBatch
 from lit_effattn.nn.packing import first_positions, packed
 from lit_effattn.sequence import (
@@ -91,8 +91,7 @@ class SequenceClassifier(Task):
         self.classes = tuple(classes)
         _check_classes(self.classes)
         _check_input(vocab_size, n_features)
-        if pooling not in ("mean", "last"):
-            raise ValueError(f"pooling={pooling!r} is not one of mean, last")
+        one_of(("mean", "last"), pooling=pooling)
         if pooling == "last" and not backbone.causal:
             raise ValueError(
                 "pooling='last' needs a causal backbone, whose last output has seen the whole sequence; set "

@@ -11,8 +11,9 @@ import torch
 from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor, nn
+from torchmetrics import Metric
 
-from lit_effattn.checks import probabilities
+from lit_effattn.checks import one_of, probabilities
 from lit_effattn.datamodules.common.tokens import IGNORE, Response, TokenBatch
 from lit_effattn.datamodules.text.tokenizers import NumberTokenizer, Tokenizer
 from lit_effattn.generation.beam import Hypotheses, beam_search
@@ -23,7 +24,7 @@ from lit_effattn.nn.sliding import SlidingWindow
 from lit_effattn.sequence import SequenceModule, State, valid_lengths
 from lit_effattn.tasks.auxiliary import FurtherPredictions, mean_of_scored
 from lit_effattn.tasks.base import Objective, Task, check_backbone, check_fields, check_integers
-from lit_effattn.tasks.metrics import Accuracy, BitsPerDim, BitsPerTextByte, Count, Perplexity
+from lit_effattn.tasks.metrics import Accuracy, BitsPerDim, BitsPerTextByte, Count, Perplexity, for_stages
 from lit_effattn.tasks.options import TextOptions
 from lit_effattn.tasks.predictions import of_positions, write_documents, write_items, write_responses
 from lit_effattn.tasks.responses import ResponseMetric, Responses, score_texts
@@ -132,8 +133,7 @@ class LanguageModel(Task):
         check_backbone(backbone, causal=True)
         responses = Responses(response_metrics, beam=beam, max_len=max_response_len)
         super().__init__(optimizer, lr_scheduler, decay_biases_and_gains)
-        if unit not in _METRICS:
-            raise ValueError(f"unit={unit!r} is not one of {', '.join(_METRICS)}")
+        one_of(_METRICS, unit=unit)
         probabilities(label_smoothing=label_smoothing)
         self.vocab_size = vocab_size
         self.unit = unit
@@ -166,13 +166,12 @@ class LanguageModel(Task):
         self.auxiliary_weight = auxiliary_weight
         self.metric_name, kind = _METRICS[unit]
         self.monitor = f"val/{self.metric_name}"
-        self.scores = nn.ModuleDict({stage: kind() for stage in ("val", "test")})
-        self.byte_scores = nn.ModuleDict({stage: BitsPerTextByte() for stage in ("val", "test")})
         self._token_bytes: Tensor | None = None  # see `token_bytes`
-        self.accuracies = nn.ModuleDict({stage: Accuracy() for stage in ("val", "test")}) if accuracy else None
+        of_tokens: dict[str, Callable[[], Metric]] = {self.metric_name: kind, f"{unit}s": Count}
+        of_tokens |= {"bits_per_byte": BitsPerTextByte} if unit == "token" else {}
+        self.scores = for_stages(of_tokens | ({"accuracy": Accuracy} if accuracy else {}))
         lengths = test_lengths if accuracy else None
         self.accuracy_by_length = nn.ModuleDict({str(n): Accuracy() for n in lengths or ()})
-        self.count = Count()
         if response_metrics and eval_window is not None:
             raise ValueError(
                 f"response_metrics={list(response_metrics)} and eval_window={eval_window}: responses are written from "
@@ -326,20 +325,21 @@ class LanguageModel(Task):
         hidden = self.hidden(batch)[0] if hidden is None else hidden
         scored = batch.targets != IGNORE
         hidden, targets = hidden[scored], batch.targets[scored]
-        metrics: dict[str, Any] = {self.metric_name: self.scores[stage]}
+        scores: Any = self.scores[stage]
+        metrics = {self.metric_name: scores[self.metric_name]}
         nll = self.head.nll(hidden, targets)
-        metrics[self.metric_name](nll)
+        scores[self.metric_name](nll)
         if (sizes := self.token_bytes) is not None:
-            metrics["bits_per_byte"] = self.byte_scores[stage]
-            metrics["bits_per_byte"](nll, sizes.to(targets.device)[targets])
+            metrics["bits_per_byte"] = scores["bits_per_byte"]
+            scores["bits_per_byte"](nll, sizes.to(targets.device)[targets])
         if stage == "test":
-            metrics[f"{self.unit}s"] = self.count
-            metrics[f"{self.unit}s"](nll)
+            metrics[f"{self.unit}s"] = scores[f"{self.unit}s"]
+            scores[f"{self.unit}s"](nll)
             metrics |= dict(self.response_scores.items())
-        if self.accuracies is not None:
-            metrics["accuracy"] = self.accuracies[stage]
+        if "accuracy" in scores:
+            metrics["accuracy"] = scores["accuracy"]
             correct = self.head.log_probs(hidden).argmax(-1) == targets
-            metrics["accuracy"](correct)
+            scores["accuracy"](correct)
             if stage == "test":
                 metrics |= self._score_by_length(batch, scored, correct)
         return metrics

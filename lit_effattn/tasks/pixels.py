@@ -17,7 +17,7 @@ from lit_effattn.generation.sampling import Kept, generate
 from lit_effattn.nn.heads import CategoricalHead, HeadFactory
 from lit_effattn.sequence import SequenceModule, State
 from lit_effattn.tasks.base import Objective, Task, check_backbone, check_integers
-from lit_effattn.tasks.metrics import BitsPerDim
+from lit_effattn.tasks.metrics import BitsPerDim, for_stages
 from lit_effattn.tasks.options import ImageOptions
 from lit_effattn.tasks.samples import write_images
 
@@ -81,7 +81,7 @@ class PixelModel(Task):
         self.backbone = backbone
         # Not as the argument's default: see `Task`.
         self.head = (head or CategoricalHead)(backbone.d_model, n_levels)
-        self.bits_per_dim = nn.ModuleDict({"val": BitsPerDim(), "test": BitsPerDim()})
+        self.scores = for_stages({"bits_per_dim": BitsPerDim})
 
     def nll(self, levels: Tensor) -> Tensor:
         """Return −log p in nats of every scored dimension: (B, H·W·C) integer levels -> (B, H·W·C), or one less.
@@ -121,8 +121,9 @@ class PixelModel(Task):
 
     def score(self, stage: str, batch: Tensor) -> dict[str, Any]:
         """Update the bits/dim."""
-        self.bits_per_dim[stage](self.nll(batch))
-        return {"bits_per_dim": self.bits_per_dim[stage]}
+        metrics: Any = self.scores[stage]
+        metrics["bits_per_dim"](self.nll(batch))
+        return dict(metrics.items())
 
     write_samples = write_images
 

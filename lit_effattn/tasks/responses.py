@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from lit_effattn import sequence
-from lit_effattn.checks import at_least
+from lit_effattn.checks import at_least, one_of
 from lit_effattn.datamodules.common.tokens import Response, TokenBatch
 from lit_effattn.datamodules.text.tokenizers import Tokenizer
 from lit_effattn.generation.beam import beam_search
@@ -37,8 +37,7 @@ class Responses:
 
     def __init__(self, metrics: Sequence[str], *, beam: int, max_len: int) -> None:
         for name in metrics:
-            if name not in METRICS:
-                raise ValueError(f"response_metrics names {name!r}, which is not one of {', '.join(METRICS)}")
+            one_of(METRICS, response_metrics=name)
         at_least(1, beam=beam, max_response_len=max_len)
         self.metrics = tuple(metrics)
         self.beam = beam

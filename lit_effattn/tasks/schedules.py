@@ -10,7 +10,7 @@ from torch.optim import Optimizer, lr_scheduler
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
 from lit_effattn import registry
-from lit_effattn.checks import at_least
+from lit_effattn.checks import at_least, one_of
 
 
 class _OverTheRun(LambdaLR):
@@ -145,8 +145,7 @@ class WarmupStableDecay(_OverTheRun):
         final: float = 0.0,
         decay: Literal["linear", "sqrt"] = "sqrt",
     ) -> None:
-        if decay not in ("linear", "sqrt"):
-            raise ValueError(f"decay={decay!r} must be linear or sqrt")
+        one_of(("linear", "sqrt"), decay=decay)
         self.decay_steps, self.decay = decay_steps, decay
         super().__init__(optimizer, total_steps, warmup_steps, final, decay_steps=decay_steps)
 

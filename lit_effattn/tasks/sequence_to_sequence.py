@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import torch
 from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from torch import Tensor, nn
 
-from lit_effattn.checks import at_least, probabilities
+from lit_effattn.checks import at_least, one_of, probabilities
 from lit_effattn.datamodules.common.tokens import IGNORE, PairBatch
 from lit_effattn.datamodules.text.tokenizers import NumberTokenizer, Tokenizer
 from lit_effattn.generation.beam import LENGTH_PENALTY, Hypotheses, LengthNorm, beam_search, check_beam
@@ -116,11 +116,9 @@ class SequenceToSequence(Task):
         super().__init__(optimizer, lr_scheduler, decay_biases_and_gains)
         probabilities(label_smoothing=label_smoothing)
         at_least(1, decode_every_n_epochs=decode_every_n_epochs, max_output_len=max_output_len)
-        if tie not in ("none", "target", "all"):
-            raise ValueError(f"tie={tie!r} is not one of none, target, all")
+        one_of(("none", "target", "all"), tie=tie)
         for name in metrics:
-            if name not in _METRICS:
-                raise ValueError(f"metrics names {name!r}, which is not one of {', '.join(get_args(DecodedMetric))}")
+            one_of(_METRICS, metrics=name)
         check_beam(beam, 1, length_penalty, length_norm)
         self.source_vocab_size = source_vocab_size
         self.target_vocab_size = target_vocab_size

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
 from torch import Tensor, nn
 
-from lit_effattn.checks import at_least, probabilities
+from lit_effattn.checks import at_least, positive, probabilities
 from lit_effattn.datamodules.speech.utterances import SpeechBatch
 from lit_effattn.nn.front_ends import FrontEndFactory, Projection
 from lit_effattn.nn.look_ahead import LookAhead
@@ -85,8 +85,7 @@ class SpeechRecognizer(Task):
                 f"look_ahead={look_ahead} does not apply to a backbone with causal=False, which sees the whole "
                 "recording; leave it out, or set causal=True"
             )
-        if not frame_seconds > 0:
-            raise ValueError(f"frame_seconds={frame_seconds} must be positive; 0.01 is usual")
+        positive(frame_seconds=frame_seconds)
         probabilities(label_smoothing=label_smoothing)
         self.n_mels = n_mels
         self.frame_seconds = frame_seconds

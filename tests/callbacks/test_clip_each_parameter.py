@@ -29,5 +29,5 @@ def test_each_norm_is_limited_by_itself(tmp_path: Path):
 
 
 def test_a_limit_must_be_positive():
-    with pytest.raises(ValueError, match=r"max_norm=0\.0 must be positive"):
+    with pytest.raises(ValueError, match=r"max_norm=0\.0 must be above 0"):
         ClipEachParameter(0.0)

@@ -136,7 +136,7 @@ def test_the_papers_sizes(name: str, stacks: int):
         ({"label_smoothing": 1.0}, "label_smoothing=1.0"),
         ({"tie": "both"}, "tie='both'"),
         ({"tie": "all"}, r"one vocabulary .* \(6, 8\) and \(5, 8\); set joint=true"),
-        ({"metrics": ["wer"]}, "metrics names 'wer'.*error_rate"),
+        ({"metrics": ["wer"]}, "metrics='wer' is not one of .*error_rate"),
         ({"decode_every_n_epochs": 0}, "decode_every_n_epochs=0"),
         ({"beam": 0}, "beam=0"),
         ({"length_penalty": -1.0}, "length_penalty=-1.0"),

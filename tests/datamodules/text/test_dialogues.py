@@ -254,7 +254,7 @@ def test_missing_files_are_asked_for_by_their_place(tmp_path: Path):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"document": "after"}, "document='after' is not known; choose apart"),
+        ({"document": "after"}, "document='after' is not one of apart"),
         ({"segment_len": 0}, "segment_len=0 must be at least 1"),
         ({"tokens": "bpe"}, "vocab_size=None: tokens='bpe' needs"),
     ],

@@ -81,7 +81,7 @@ def scored(loader):
         ({"eval_batch_size": -1}, "eval_batch_size=-1.*at least 1"),
         ({"num_workers": -1}, "num_workers=-1.*at least 0"),
         ({"max_bytes": 0}, "max_bytes=0.*at least 1"),
-        ({"documents": "mixed"}, "documents='mixed'.*apart, joined, packed or whole"),
+        ({"documents": "mixed"}, "documents='mixed'.*apart, joined, packed, whole"),
         ({"root": "x"}, "root='x'.*source='stdlib'.*enwik8 or text8 or wikitext103 or files"),
         ({"source": "enwik8", "glob": "*"}, "glob='\\*'.*choose source files"),
         ({"source": "files", "root": "x", "max_bytes": 5}, "max_bytes=5.*stdlib or enwik8 or text8"),

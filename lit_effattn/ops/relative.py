@@ -43,13 +43,14 @@ def _waves(count: int, width: int, dtype: torch.dtype, device: torch.device) -> 
     """Return sines and cosines of 0, …, count − 1 times each frequency, (count, E / 2).
 
     Each generated token needs them for its whole memory, where computing all sines would cost more than the attention.
-    With d = S a + b and S = ⌈√count⌉, 2 S sines give all by sin(x + y) = sin x cos y + cos x sin y.
+    With d = S a + b and S = ⌈√count⌉, 2 S sines give all by sin(x + y) = sin x cos y + cos x sin y. A traced count has
+    no value, so S is 64.
     """
-    step = math.isqrt(count - 1) + 1
+    step = math.isqrt(count - 1) + 1 if isinstance(count, int) else 64
     # Angles in float64, since float32 is off by 0.06 at distance 10⁶.
     frequency = 10000.0 ** (-torch.arange(0, width, 2, dtype=torch.float64, device=device) / width)
     near = torch.arange(step, device=device)[:, None] * frequency  # (S, E / 2)
-    far = (near * step)[:, None]  # (S, 1, E / 2)
+    far = (torch.arange((count + step - 1) // step, device=device)[:, None] * frequency * step)[:, None]
     s, c, sf, cf = (t.to(dtype) for t in (near.sin(), near.cos(), far.sin(), far.cos()))
     return (sf * c + cf * s).flatten(0, 1)[:count], (cf * c - sf * s).flatten(0, 1)[:count]
 

@@ -44,6 +44,7 @@ def step_of(made: Made, rows: int = 2, max_len: int = 64) -> tuple[Step, Tensor,
 @each(CAUSAL, TRACED)
 def test_traced_steps_draw_the_same_tokens(case: Case, interpreted: list[Path]):
     """In states that begin small and grow, with one program, after a prompt of one token or three."""
+    interpreted.clear()  # the programs of the case before
     made = around(case.build())
     for prompt in (torch.randint(7, (2, 1)), torch.randint(7, (2, 3))):
         assert torch.equal(generate(*made, prompt, 24, compile=True), generate(*made, prompt, 24))

@@ -2,7 +2,7 @@
 
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Literal
+from typing import Any
 
 import numpy as np
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
@@ -36,17 +36,11 @@ class GroundedDialogues(TextStream):
         document: "apart": each section, and then the turns during which it was shown, is a conversation. "before": a
             conversation has all sections that were shown in it, and then all turns. "when_shown": each section comes
             before the first turn during which it was shown.
-        tokens: As in `TextStream`. Default: bytes.
         segment_len: N in training.
-        eval_segment_len: N in validation, test and prediction; default: `segment_len`.
         batch_size: B in training: streams of each process.
-        eval_batch_size: B in validation, test and prediction; default: `batch_size`.
-        vocab_size: As in `TextStream`.
         packed: In training, segments cross the borders of conversations without padding, and a conversation depends on
             nothing before it (`TokenBatch.starts`). Otherwise, and in evaluation, a conversation begins a new segment.
-        num_workers: Worker processes that load data; 0: none.
-        cache: As in `TextStream`.
-        tokenizer_of: As in `TextStream`.
+        options: Further arguments of `TextStream`: tokens, their vocabulary, evaluation, workers and the cache.
 
     Raises:
         ValueError: If an argument is out of its range.
@@ -60,29 +54,25 @@ class GroundedDialogues(TextStream):
         root: str = "data/cmu_dog",
         *,
         document: Shown = "apart",
-        tokens: Literal["bytes", "characters", "words", "bpe"] | None = None,
         segment_len: int = 512,
-        eval_segment_len: int | None = None,
         batch_size: int = 8,
-        eval_batch_size: int | None = None,
-        vocab_size: int | None = None,
         packed: bool = False,
-        num_workers: int = 0,
-        cache: str | None = None,
-        tokenizer_of: str | None = None,
+        **options: Any,
     ) -> None:
         super().__init__(
             "files",
             root=root,
-            tokens=tokens,
             segment_len=segment_len,
-            eval_segment_len=eval_segment_len,
             batch_size=batch_size,
-            eval_batch_size=eval_batch_size,
-            vocab_size=vocab_size,
-            num_workers=num_workers,
-            cache=cache,
-            tokenizer_of=tokenizer_of,
+            # Options of texts, which do not apply.
+            documents="apart",
+            glob=None,
+            path=None,
+            subset=None,
+            column=None,
+            max_bytes=None,
+            shuffle_seed=None,
+            **options,
         )
         one_of(Shown, document=document)
         self.source = "cmu_dog"

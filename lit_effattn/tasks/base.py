@@ -115,6 +115,7 @@ class Task(HasInitArgs, pl.LightningModule):
         decay_biases_and_gains: Whether the optimiser's weight decay also applies to biases and to the gains of norms.
             It never applies to what a module names in its class attribute `no_weight_decay`, such as the decays of
             `Mamba2Attention`.
+        auxiliary_weight: Weight of auxiliary losses of the attention, such as Compressive's reconstruction.
     """
 
     monitor: str
@@ -156,15 +157,17 @@ class Task(HasInitArgs, pl.LightningModule):
 
     def __init__(
         self,
-        optimizer: OptimizerCallable | None,
-        lr_scheduler: LRSchedulerCallable | None,
+        optimizer: OptimizerCallable | None = None,
+        lr_scheduler: LRSchedulerCallable | None = None,
         decay_biases_and_gains: bool = True,
+        auxiliary_weight: float = 1.0,
     ) -> None:
         super().__init__()
         # Not the argument's default: jsonargparse would apply RAdam's defaults on top of those of a chosen class.
         self._optimizer = optimizer or torch.optim.RAdam
         self._lr_scheduler = lr_scheduler
         self._decay_biases_and_gains = decay_biases_and_gains
+        self.auxiliary_weight = auxiliary_weight
         self._objective: Callable[..., Objective] = type(self).objective
         try:
             arguments = init_args(self)
@@ -436,12 +439,11 @@ class Task(HasInitArgs, pl.LightningModule):
         # The function, not the bound method: a copy of this model must use its own weights.
         self._objective = torch.compile(type(self).objective, backend=backend)
 
-    @staticmethod
     def with_auxiliary(
+        self,
         loss: Tensor,
         figures: dict[str, Tensor],
         state: State,
-        weight: float = 1.0,
         *,
         n_scored: Tensor | None = None,
         n_sequences: Tensor | None = None,
@@ -454,7 +456,6 @@ class Task(HasInitArgs, pl.LightningModule):
             loss: The loss without them.
             figures: Figures to log.
             state: The backbone's state after the batch.
-            weight: Weight of the auxiliary losses.
             n_scored: The number of items of which `loss` is the mean.
             n_sequences: The number of sequences, if a row of the batch holds several. None: each row is one.
         """
@@ -465,7 +466,7 @@ class Task(HasInitArgs, pl.LightningModule):
         by_kind = sequence.losses_by_kind(state)
         figures = {**figures, **{f"train/auxiliary_loss/{k}": mean(of_k.detach()) for k, of_k in by_kind.items()}}
         auxiliary = sequence.losses(state)
-        loss = loss if auxiliary is None else loss + weight * mean(auxiliary)
+        loss = loss if auxiliary is None else loss + self.auxiliary_weight * mean(auxiliary)
         return Objective(loss, figures, sequence.detach(state), n_scored)
 
     write_predictions = write_items

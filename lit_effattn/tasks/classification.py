@@ -7,7 +7,6 @@ from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
-from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
 from torch import Tensor, nn
 
 from lit_effattn.attention.positions import bind
@@ -55,10 +54,7 @@ class SequenceClassifier(Task):
             `PixelModel`.
         label_smoothing: ε of the training loss, spread over all classes, the label included, as in
             torch.nn.CrossEntropyLoss.
-        auxiliary_weight: Weight of auxiliary losses of the attention.
-        optimizer: Makes the optimiser from the parameters. Default: torch.optim.RAdam.
-        lr_scheduler: Makes the schedule from the optimiser: see `Task`.
-        decay_biases_and_gains: Whether weight decay also applies to biases and to the gains of norms: see `Task`.
+        options: Arguments of `Task`: the optimiser and its schedule, and the weight of auxiliary losses.
 
     Raises:
         ValueError: If an option is out of range, not exactly one of `vocab_size` and `n_features` is given, or
@@ -82,12 +78,9 @@ class SequenceClassifier(Task):
         embedding_std: float = 1.0,
         ordinal_embedding: bool = False,
         label_smoothing: float = 0.0,
-        auxiliary_weight: float = 1.0,
-        optimizer: OptimizerCallable | None = None,
-        lr_scheduler: LRSchedulerCallable | None = None,
-        decay_biases_and_gains: bool = True,
+        **options: Any,
     ) -> None:
-        super().__init__(optimizer, lr_scheduler, decay_biases_and_gains)
+        super().__init__(**options)
         self.classes = tuple(classes)
         _check_classes(self.classes)
         _check_input(vocab_size, n_features)
@@ -102,7 +95,6 @@ class SequenceClassifier(Task):
         self.n_features = n_features
         self.pooling = pooling
         self.label_smoothing = label_smoothing
-        self.auxiliary_weight = auxiliary_weight
         if shape is not None:
             bind(backbone, shape)
         self.embedding: nn.Embedding | nn.Linear
@@ -188,7 +180,7 @@ class SequenceClassifier(Task):
         correct = (logits.detach().argmax(-1) == labels).to(logits.dtype)
         figures = {"train/loss": loss.detach(), "train/accuracy": correct.mean()}
         n_scored = torch.full((), labels.size(0), device=loss.device)
-        return self.with_auxiliary(loss, figures, state, self.auxiliary_weight, n_scored=n_scored, n_sequences=n_scored)
+        return self.with_auxiliary(loss, figures, state, n_scored=n_scored, n_sequences=n_scored)
 
     def score(self, stage: str, batch: Any) -> dict[str, Any]:
         """Update the loss and the accuracy, and in test the number of sequences."""

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 import torch
-from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 from torchmetrics import Metric
@@ -65,13 +64,10 @@ class LanguageModel(Task):
         head: Makes the distribution over the tokens. Default: CategoricalHead.
         embedding: Makes the embedding. Default: torch.nn.Embedding.
         tie: Whether head and embedding share one matrix (Press & Wolf 2017).
-        optimizer: Makes the optimiser from the parameters. Default: torch.optim.RAdam.
-        lr_scheduler: Makes the schedule from the optimiser; it steps once an optimiser step.
         embedding_std: Standard deviation of the initial embedding.
         embedding_scale: Factor of the embedding's output (√d_model in Vaswani et al. 2017, section 3.4).
         label_smoothing: Label smoothing of the training loss. Metrics have none.
         accuracy: Whether to report how often the likeliest token is correct.
-        auxiliary_weight: Weight of auxiliary losses of the attention (Compressive's reconstruction).
         eval_mem_len: `mem_len` in evaluation, for kinds that can change it (`set_memory`). Default: as in training.
         eval_clamp_len: `clamp_len` in evaluation, likewise.
         eval_same_length: `same_length` in evaluation, likewise.
@@ -91,7 +87,7 @@ class LanguageModel(Task):
             the model reads the reference tokens.
         beam: Number of hypotheses of the search for a response; 1 is greedy.
         max_response_len: Maximum number of tokens of a response, the end token included.
-        decay_biases_and_gains: Whether weight decay also applies to biases and to the gains of norms: see `Task`.
+        options: Arguments of `Task`: the optimiser and its schedule, and the weight of auxiliary losses.
 
     Raises:
         ValueError: If the backbone is not causal, or an option is out of range or does not apply to the backbone.
@@ -110,13 +106,10 @@ class LanguageModel(Task):
         head: HeadFactory | None = None,
         embedding: EmbeddingFactory | None = None,
         tie: bool = False,
-        optimizer: OptimizerCallable | None = None,
-        lr_scheduler: LRSchedulerCallable | None = None,
         embedding_std: float = 0.02,
         embedding_scale: float = 1.0,
         label_smoothing: float = 0.0,
         accuracy: bool = False,
-        auxiliary_weight: float = 1.0,
         eval_mem_len: int | None = None,
         eval_clamp_len: int | None = None,
         eval_same_length: bool | None = None,
@@ -128,11 +121,11 @@ class LanguageModel(Task):
         response_metrics: Sequence[ResponseMetric] = (),
         beam: int = 1,
         max_response_len: int = 64,
-        decay_biases_and_gains: bool = True,
+        **options: Any,
     ) -> None:
         check_backbone(backbone, causal=True)
         responses = Responses(response_metrics, beam=beam, max_len=max_response_len)
-        super().__init__(optimizer, lr_scheduler, decay_biases_and_gains)
+        super().__init__(**options)
         one_of(_METRICS, unit=unit)
         probabilities(label_smoothing=label_smoothing)
         self.vocab_size = vocab_size
@@ -163,7 +156,6 @@ class LanguageModel(Task):
                 target_weight=target_weight,
             )
         self.label_smoothing = label_smoothing
-        self.auxiliary_weight = auxiliary_weight
         self.metric_name, kind = _METRICS[unit]
         self.monitor = f"val/{self.metric_name}"
         self._token_bytes: Tensor | None = None  # see `token_bytes`
@@ -231,9 +223,7 @@ class LanguageModel(Task):
             loss, figures["train/auxiliary_loss/FurtherPredictions"] = loss + further, further.detach()
         starts = getattr(batch, "starts", None)
         n_sequences = None if starts is None else first_positions(starts, batch.lengths).sum()
-        return self.with_auxiliary(
-            loss, figures, state, self.auxiliary_weight, n_scored=n_scored, n_sequences=n_sequences
-        )
+        return self.with_auxiliary(loss, figures, state, n_scored=n_scored, n_sequences=n_sequences)
 
     def _outputs(self, batch: TokenBatch, memory: State | None) -> tuple[list[Tensor], State]:
         """Return the outputs (B, N, d_model) from which training predicts, the last layer's last, and the state."""

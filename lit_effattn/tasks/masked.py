@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
 from torch import Tensor, nn
 
 from lit_effattn.checks import at_least, probabilities
@@ -56,10 +55,7 @@ class MaskedLanguageModel(Task):
         random_share: Probability that it shows a random token.
         seed: Seed of the masks of validation, test and prediction.
         embedding_std: Standard deviation of the initial embedding.
-        auxiliary_weight: Weight of auxiliary losses of the attention.
-        optimizer: Makes the optimiser from the parameters. Default: torch.optim.RAdam.
-        lr_scheduler: Makes the schedule from the optimiser: see `Task`.
-        decay_biases_and_gains: Whether weight decay also applies to biases and to the gains of norms: see `Task`.
+        options: Arguments of `Task`: the optimiser and its schedule, and the weight of auxiliary losses.
 
     Raises:
         ValueError: If the backbone is causal, or an option is out of range.
@@ -82,15 +78,12 @@ class MaskedLanguageModel(Task):
         random_share: float = 0.1,
         seed: int = 0,
         embedding_std: float = 0.02,
-        auxiliary_weight: float = 1.0,
-        optimizer: OptimizerCallable | None = None,
-        lr_scheduler: LRSchedulerCallable | None = None,
-        decay_biases_and_gains: bool = True,
+        **options: Any,
     ) -> None:
         check_backbone(backbone)
         if backbone.causal:
             raise ValueError("backbone has causal=True, so it can't see what follows a mask; set causal=False")
-        super().__init__(optimizer, lr_scheduler, decay_biases_and_gains)
+        super().__init__(**options)
         probabilities(mask_rate=mask_rate)
         at_least(0, seed=seed, mask_share=mask_share, random_share=random_share)
         if mask_rate == 0 or mask_share + random_share > 1:
@@ -108,7 +101,6 @@ class MaskedLanguageModel(Task):
         self.head = (head or CategoricalHead)(backbone.d_model, vocab_size)
         if tie:
             self.head.tie(self.embedding)
-        self.auxiliary_weight = auxiliary_weight
         figures = {"loss": Mean, "perplexity": Perplexity, "accuracy": Accuracy, "tokens": Count}
         self.scores = for_stages(figures)
 
@@ -155,9 +147,7 @@ class MaskedLanguageModel(Task):
         loss, n_scored = mean_of_scored(self.head.nll(hidden, targets.clamp(min=0)), targets)
         n_sequences = None if batch.starts is None else first_positions(batch.starts, batch.lengths).sum()
         figures = {"train/loss": loss.detach()}
-        return self.with_auxiliary(
-            loss, figures, state, self.auxiliary_weight, n_scored=n_scored, n_sequences=n_sequences
-        )
+        return self.with_auxiliary(loss, figures, state, n_scored=n_scored, n_sequences=n_sequences)
 
     def _scored(self, batch: TokenBatch) -> tuple[Tensor, Tensor, Tensor]:
         """Return which positions are scored, (B, N), and of each the −ln p and whether its likeliest token is right."""

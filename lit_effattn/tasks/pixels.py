@@ -8,7 +8,6 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
 from torch import Tensor, nn
 
 from lit_effattn.attention.positions import bind
@@ -36,14 +35,12 @@ class PixelModel(Task):
         image_shape: Height, width, channels. From the command: those of the data.
         n_levels: Number of values of a dimension. From the command: that of the data.
         head: Makes the distribution over the levels. Default: CategoricalHead.
-        optimizer: Makes the optimiser from the parameters. Default: torch.optim.RAdam.
-        lr_scheduler: Makes the schedule from the optimiser; it steps once an optimiser step.
         embedding_std: Standard deviation of the initial embedding. 1 suits sinusoidal positions, whose values have that
             size (the 2017 paper multiplies its embedding by √E); 0.02 suits learned positions.
         ordinal_embedding: Initialise the embedding with waves of the level (see `ordinal_waves`) in place of noise, so
             that neighbouring levels start with similar vectors. This helps with levels that are rare in training.
         score_first: Whether the first dimension is scored, in the loss and in bits/dim.
-        decay_biases_and_gains: Whether weight decay also applies to biases and to the gains of norms: see `Task`.
+        options: Arguments of `Task`: the optimiser and its schedule, and the weight of auxiliary losses.
 
     Raises:
         ValueError: If the backbone is not causal.
@@ -60,15 +57,13 @@ class PixelModel(Task):
         image_shape: tuple[int, int, int],
         n_levels: int = 256,
         head: HeadFactory | None = None,
-        optimizer: OptimizerCallable | None = None,
-        lr_scheduler: LRSchedulerCallable | None = None,
         embedding_std: float = 1.0,
         ordinal_embedding: bool = False,
         score_first: bool = True,
-        decay_biases_and_gains: bool = True,
+        **options: Any,
     ) -> None:
         check_backbone(backbone, causal=True)
-        super().__init__(optimizer, lr_scheduler, decay_biases_and_gains)
+        super().__init__(**options)
         self.image_shape = tuple(image_shape)
         self.n_levels = n_levels
         self.n_dims = image_shape[0] * image_shape[1] * image_shape[2]

@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal
 
 import torch
-from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from torch import Tensor, nn
 
@@ -77,10 +76,7 @@ class SequenceToSequence(Task):
         max_output_len: Maximum number of tokens of an output, the end token included. It bounds the time of a search
             with a long source. Default: 50 more than the source has (Vaswani et al. 2017, section 6.1).
         decode_every_n_epochs: In validation, write and score the outputs every n epochs; null: never.
-        auxiliary_weight: Weight of auxiliary losses of the attention.
-        optimizer: Makes the optimiser from the parameters. Default: torch.optim.RAdam.
-        lr_scheduler: Makes the schedule from the optimiser; it steps once an optimiser step.
-        decay_biases_and_gains: Whether weight decay also applies to biases and to the gains of norms: see `Task`.
+        options: Arguments of `Task`: the optimiser and its schedule, and the weight of auxiliary losses.
 
     Raises:
         ValueError: If an option is out of range, or the vocabularies can't be shared.
@@ -107,13 +103,10 @@ class SequenceToSequence(Task):
         length_penalty: float = LENGTH_PENALTY,
         max_output_len: int | None = None,
         decode_every_n_epochs: int | None = None,
-        auxiliary_weight: float = 1.0,
-        optimizer: OptimizerCallable | None = None,
-        lr_scheduler: LRSchedulerCallable | None = None,
         length_norm: LengthNorm = "gnmt",
-        decay_biases_and_gains: bool = True,
+        **options: Any,
     ) -> None:
-        super().__init__(optimizer, lr_scheduler, decay_biases_and_gains)
+        super().__init__(**options)
         probabilities(label_smoothing=label_smoothing)
         at_least(1, decode_every_n_epochs=decode_every_n_epochs, max_output_len=max_output_len)
         one_of(("none", "target", "all"), tie=tie)
@@ -139,7 +132,6 @@ class SequenceToSequence(Task):
         self.length_norm: LengthNorm = length_norm
         self.max_output_len = max_output_len
         self.decode_every_n_epochs = decode_every_n_epochs
-        self.auxiliary_weight = auxiliary_weight
         chosen: dict[str, Callable[[], Any]] = {name: _METRICS[name] for name in self.metrics}
         self.scores = for_stages({"perplexity": Perplexity, "sequences": Count, **chosen})
 
@@ -193,7 +185,7 @@ class SequenceToSequence(Task):
         losses = self.head.loss(hidden, batch.targets.clamp(min=0), self.label_smoothing)
         loss, n_scored = mean_of_scored(losses, batch.targets)
         figures = {"train/loss": loss.detach()}
-        return self.with_auxiliary(loss, figures, state, self.auxiliary_weight, n_scored=n_scored)
+        return self.with_auxiliary(loss, figures, state, n_scored=n_scored)
 
     def score(self, stage: str, batch: PairBatch) -> dict[str, Any]:
         """Update the perplexity, and in test the metrics of the outputs."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import torch.nn.functional as F
-from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
 from torch import Tensor, nn
 
 from lit_effattn.checks import at_least, positive, probabilities
@@ -43,10 +42,7 @@ class SpeechRecognizer(Task):
             later.
         label_smoothing: ε of the training loss: (1 − ε) times the loss above, and ε times that of uniformly drawn
             alignments, −Σ_t Σ_v ln p_t(v) / V.
-        auxiliary_weight: Weight of auxiliary losses of the attention.
-        optimizer: Makes the optimiser from the parameters. Default: torch.optim.RAdam.
-        lr_scheduler: Makes the schedule from the optimiser: see `Task`.
-        decay_biases_and_gains: Whether weight decay also applies to biases and to the gains of norms: see `Task`.
+        options: Arguments of `Task`: the optimiser and its schedule, and the weight of auxiliary losses.
 
     Raises:
         ValueError: If an option is out of range, `phones` and `folded` do not match, or `look_ahead` is given with a
@@ -68,13 +64,10 @@ class SpeechRecognizer(Task):
         decoder: Decoder | None = None,
         look_ahead: int = 0,
         label_smoothing: float = 0.0,
-        auxiliary_weight: float = 1.0,
-        optimizer: OptimizerCallable | None = None,
-        lr_scheduler: LRSchedulerCallable | None = None,
-        decay_biases_and_gains: bool = True,
+        **options: Any,
     ) -> None:
         check_backbone(backbone)
-        super().__init__(optimizer, lr_scheduler, decay_biases_and_gains)
+        super().__init__(**options)
         self.phones = tuple(phones)
         self.folded = self.phones if folded is None else tuple(folded)
         _check_phones(self.phones, self.folded)
@@ -91,7 +84,6 @@ class SpeechRecognizer(Task):
         self.frame_seconds = frame_seconds
         self.look_ahead = look_ahead
         self.label_smoothing = label_smoothing
-        self.auxiliary_weight = auxiliary_weight
         # Not as the arguments' defaults: see `Task`.
         self.front_end = (front_end or Projection)(n_mels, backbone.d_input)
         self.decoder = decoder or GreedyDecoder()
@@ -138,7 +130,7 @@ class SpeechRecognizer(Task):
         if self.label_smoothing:
             uniform = -log_probs.mean(-1).masked_fill(~valid_positions(lengths, log_probs.size(1)), 0).sum(1)  # (B,)
             nats = (1 - self.label_smoothing) * nats + self.label_smoothing * uniform.masked_fill(~possible, 0)
-        return self.with_auxiliary(nats.sum() / phones, figures, state, self.auxiliary_weight, n_scored=phones)
+        return self.with_auxiliary(nats.sum() / phones, figures, state, n_scored=phones)
 
     def score(self, stage: str, batch: SpeechBatch) -> dict[str, Any]:
         """Update the loss, the phoneme error rate, and the counts of all and of impossible utterances."""

@@ -219,10 +219,8 @@ void forward_row(const Row& row, float* s, float* z, float* m, Head out, Room& r
   float *S = room.take(F * D), *Z = room.take(F), *Kt = room.take(C * F), *sums = room.take(C * F);
   float *v_room = room.take(C * D), *Y = room.take(C * D), *A = room.take(C * C);
   float* above = room.take(C);
-  std::memset(S, 0, sizeof(float) * F * D);
-  copy_matrix(f, d, s, d, S, D);
-  std::memset(Z, 0, sizeof(float) * F);
-  std::memcpy(Z, z, sizeof(float) * f);
+  read_matrix(f, d, s, F, D, S);
+  read_matrix(1, f, z, 1, F, Z);
   Ahead ahead;
   for (Index first = 0, count; first < n; first += count) {
     const Index limit = at_most(C, n - first), next = at_most(C, n - first - limit);
@@ -281,11 +279,8 @@ void backward_row(const Row& row, Head g, const float* s, const float* z, const 
   Ahead ahead;
 
   // Forward, for dq: S is stored as (D, F).
-  std::memset(S, 0, sizeof(float) * F * D);
-  for (Index i = 0; i < f; ++i)
-    for (Index j = 0; j < d; ++j) S[j * F + i] = s[i * d + j];
-  std::memset(Z, 0, sizeof(float) * F);
-  std::memcpy(Z, z, sizeof(float) * f);
+  read_transposed(f, d, s, F, D, S);
+  read_matrix(1, f, z, 1, F, Z);
   for (Index first = 0, count; first < n; first += count) {
     const Index limit = at_most(C, n - first), next = at_most(C, n - first - limit);
     ahead.restart();
@@ -319,10 +314,8 @@ void backward_row(const Row& row, Head g, const float* s, const float* z, const 
 
   // Backward, for dk and dv: R is stored as (F, D) in place of S, r in place of z.
   float *const R_ = S, *const r_ = Z;
-  std::memset(R_, 0, sizeof(float) * F * D);
-  copy_matrix(f, d, g_s, d, R_, D);
-  std::memset(r_, 0, sizeof(float) * F);
-  std::memcpy(r_, g_z, sizeof(float) * f);
+  read_matrix(f, d, g_s, F, D, R_);
+  read_matrix(1, f, g_z, 1, F, r_);
   x.raise();
   scale_rows(F, D, x.kept, R_);
   scale_columns(1, F, x.kept, r_);
@@ -392,16 +385,10 @@ struct Inputs {
   const Index* lengths;  // valid positions; may be null
   float scale;
 
-  Row row(Index index) const {
-    const Index b = index / heads, h = index % heads, e = k.width, f = features, d = v.width;
-    return {lengths ? lengths[b] : n, e, f, d, padded(e), padded(f), padded(d), q.row(b, h), k.row(b, h), v.row(b, h),
+  Row row(Index b, Index h, Index valid) const {
+    const Index e = k.width, f = features, d = v.width;
+    return {valid, e, f, d, padded(e), padded(f), padded(d), q.row(b, h), k.row(b, h), v.row(b, h),
             omega + h * f * e, scale};
-  }
-
-  Row longest() const {
-    Row row = this->row(0);
-    row.n = n;
-    return row;
   }
 };
 
@@ -409,16 +396,12 @@ struct Inputs {
 void forward(Inputs x, float* s, float* z, float* m, Heads out, int threads) {
   const Index f = x.features, d = x.v.width;
   in_large_pages(out, x.batch * x.heads * x.n * d);
-#pragma omp parallel num_threads(threads)
-  {
-    Room room(forward_room(x.longest()));
-#pragma omp for schedule(dynamic)
-    for (Index row = 0; row < x.batch * x.heads; ++row) {
-      room.rewind();
-      clear(out.row(row / x.heads, row % x.heads), x.row(row).n, x.n);
-      forward_row(x.row(row), s + row * f * d, z + row * f, m + row * f, out.row(row / x.heads, row % x.heads), room);
-    }
-  }
+  const Index numbers = forward_room(x.row(0, 0, x.n));
+  each_head(x.batch, x.heads, x.n, x.lengths, threads, numbers, [&](Index b, Index h, Index valid, Room& room) {
+    const Index row = b * x.heads + h;
+    clear(out.row(b, h), valid, x.n);
+    forward_row(x.row(b, h, valid), s + row * f * d, z + row * f, m + row * f, out.row(b, h), room);
+  });
 }
 
 // g_s and g_z: those after the last position, overwritten with those before the first.
@@ -426,17 +409,12 @@ void backward(Inputs x, Heads g, const float* s, const float* z, const float* m,
               float* g_s, float* g_z, int threads) {
   const Index f = x.features, d = x.v.width;
   for (const Heads& t : {g_q, g_k, g_v}) in_large_pages(t, x.batch * x.heads * x.n * t.width);
-#pragma omp parallel num_threads(threads)
-  {
-    Room room(backward_room(x.longest()));
-#pragma omp for schedule(dynamic)
-    for (Index row = 0; row < x.batch * x.heads; ++row) {
-      room.rewind();
-      const Index b = row / x.heads, h = row % x.heads;
-      for (const Heads& t : {g_q, g_k, g_v}) clear(t.row(b, h), x.row(row).n, x.n);
-      backward_row(x.row(row), g.row(b, h), s + row * f * d, z + row * f, m + row * f, g_q.row(b, h), g_k.row(b, h),
-                   g_v.row(b, h), g_s + row * f * d, g_z + row * f, room);
-    }
-  }
+  const Index numbers = backward_room(x.row(0, 0, x.n));
+  each_head(x.batch, x.heads, x.n, x.lengths, threads, numbers, [&](Index b, Index h, Index valid, Room& room) {
+    const Index row = b * x.heads + h;
+    for (const Heads& t : {g_q, g_k, g_v}) clear(t.row(b, h), valid, x.n);
+    backward_row(x.row(b, h, valid), g.row(b, h), s + row * f * d, z + row * f, m + row * f, g_q.row(b, h),
+                 g_k.row(b, h), g_v.row(b, h), g_s + row * f * d, g_z + row * f, room);
+  });
 }
 }

@@ -18,7 +18,7 @@ INLINE Vector sums_of(Vector* m) {
   return m[0];
 }
 
-// A head's inputs. log_decay has width 1, or that of keys; beta has width 1.
+// A head's inputs, or their gradients. log_decay has width 1, or that of keys; beta has width 1.
 struct Inputs {
   Head q, k, v, log_decay, beta;
 };
@@ -242,11 +242,6 @@ class Chunk {
   }
 };
 
-void read_state(const Sizes& sizes, const float* from, float* to) {
-  std::memset(to, 0, sizeof(float) * sizes.F * sizes.D);
-  copy_matrix(sizes.f, sizes.d, from, sizes.d, to, sizes.D);
-}
-
 void prefetch(Ahead& ahead, const Inputs& t, Index i0, Index n, bool with_queries) {
   if (with_queries) ahead.add(t.q.part(i0, n));
   ahead.add(t.k.part(i0, n));
@@ -261,7 +256,7 @@ void forward_row(Rule rule, const Sizes& sizes, const Inputs& t, float* state, H
   float *S = room.take(F * D), *v_room = room.take(C * D), *Y = room.take(C * D);
   float *F_ = room.take(C * D), *U_ = room.take(C * D);
   Chunk c(rule, sizes, room);
-  read_state(sizes, state, S);
+  read_matrix(sizes.f, sizes.d, state, F, D, S);
   Ahead ahead;
   for (Index i0 = 0; i0 < n; i0 += C) {
     const Index rows = at_most(C, n - i0), next = at_most(C, n - i0 - rows);
@@ -283,10 +278,6 @@ void forward_row(Rule rule, const Sizes& sizes, const Inputs& t, float* state, H
   copy_matrix(sizes.f, sizes.d, S, D, state, sizes.d);
 }
 
-struct Gradients {
-  Head q, k, v, log_decay, beta;
-};
-
 Index groups_of(Index n) { return (n + GROUP * C - 1) / (GROUP * C); }
 
 Index backward_room(Index n, Index F, Index D, bool delta) {
@@ -295,7 +286,7 @@ Index backward_room(Index n, Index F, Index D, bool delta) {
 }
 
 // From the state's gradient after the last position to that before the first.
-void backward_row(Rule rule, const Sizes& sizes, const Inputs& t, Head g, const float* state, const Gradients& to,
+void backward_row(Rule rule, const Sizes& sizes, const Inputs& t, Head g, const float* state, const Inputs& to,
                   float* g_state, Room& room) {
   const Decay decay = rule.decay;
   const bool delta = rule.delta;
@@ -333,7 +324,7 @@ void backward_row(Rule rule, const Sizes& sizes, const Inputs& t, Head g, const 
 
   // Forward: F of all positions, and the state before each group of chunks.
   float* const S = again;
-  read_state(sizes, state, S);
+  read_matrix(sizes.f, sizes.d, state, F, D, S);
   for (Index i0 = 0; i0 < n; i0 += C) {
     const Index rows = at_most(C, n - i0), next = at_most(C, n - i0 - rows);
     ahead.restart();
@@ -347,7 +338,7 @@ void backward_row(Rule rule, const Sizes& sizes, const Inputs& t, Head g, const 
     }
     c.advance(ahead, U, S, S);
   }
-  read_state(sizes, g_state, R_);
+  read_matrix(sizes.f, sizes.d, g_state, F, D, R_);
   find_rest(S);
 
   for (Index group = groups - 1; group >= 0; --group) {
@@ -459,20 +450,12 @@ void forward(Index batch, Index heads, Index n, Heads q, Heads k, Heads v, Heads
   const Index f = k.width, d = v.width, F = padded(f), D = padded(d);
   in_large_pages(out, batch * heads * n * d);
   const Rule rule = rule_of(log_decay, beta);
-#pragma omp parallel num_threads(threads)
-  {
-    Room room(forward_room(F, D));
-#pragma omp for schedule(dynamic)
-    for (Index row = 0; row < batch * heads; ++row) {
-      room.rewind();
-      const Index b = row / heads, h = row % heads;
-      const Index valid = lengths ? lengths[b] : n;
-      const Sizes sizes = {valid, f, d, F, D};
-      const Inputs inputs = {q.row(b, h), k.row(b, h), v.row(b, h), log_decay.row(b, h), beta.row(b, h)};
-      clear(out.row(b, h), valid, n);
-      forward_row(rule, sizes, inputs, state + row * f * d, out.row(b, h), room);
-    }
-  }
+  each_head(batch, heads, n, lengths, threads, forward_room(F, D), [&](Index b, Index h, Index valid, Room& room) {
+    const Sizes sizes = {valid, f, d, F, D};
+    const Inputs inputs = {q.row(b, h), k.row(b, h), v.row(b, h), log_decay.row(b, h), beta.row(b, h)};
+    clear(out.row(b, h), valid, n);
+    forward_row(rule, sizes, inputs, state + (b * heads + h) * f * d, out.row(b, h), room);
+  });
 }
 
 // g_state: after the last position, overwritten with that before the first.
@@ -482,20 +465,14 @@ void backward(Index batch, Index heads, Index n, Heads g, Heads q, Heads k, Head
   const Index f = k.width, d = v.width, F = padded(f), D = padded(d);
   for (const Heads& t : {g_q, g_k, g_v}) in_large_pages(t, batch * heads * n * t.width);
   const Rule rule = rule_of(log_decay, beta);
-#pragma omp parallel num_threads(threads)
-  {
-    Room room(backward_room(n, F, D, rule.delta));
-#pragma omp for schedule(dynamic)
-    for (Index row = 0; row < batch * heads; ++row) {
-      room.rewind();
-      const Index b = row / heads, h = row % heads;
-      const Index valid = lengths ? lengths[b] : n;
-      const Sizes sizes = {valid, f, d, F, D};
-      const Inputs inputs = {q.row(b, h), k.row(b, h), v.row(b, h), log_decay.row(b, h), beta.row(b, h)};
-      const Gradients to = {g_q.row(b, h), g_k.row(b, h), g_v.row(b, h), g_log_decay.row(b, h), g_beta.row(b, h)};
-      for (const Heads& t : {g_q, g_k, g_v, g_log_decay, g_beta}) clear(t.row(b, h), valid, n);
-      backward_row(rule, sizes, inputs, g.row(b, h), state + row * f * d, to, g_state + row * f * d, room);
-    }
-  }
+  const Index numbers = backward_room(n, F, D, rule.delta);
+  each_head(batch, heads, n, lengths, threads, numbers, [&](Index b, Index h, Index valid, Room& room) {
+    const Index row = b * heads + h;
+    const Sizes sizes = {valid, f, d, F, D};
+    const Inputs inputs = {q.row(b, h), k.row(b, h), v.row(b, h), log_decay.row(b, h), beta.row(b, h)};
+    const Inputs to = {g_q.row(b, h), g_k.row(b, h), g_v.row(b, h), g_log_decay.row(b, h), g_beta.row(b, h)};
+    for (const Heads& t : {g_q, g_k, g_v, g_log_decay, g_beta}) clear(t.row(b, h), valid, n);
+    backward_row(rule, sizes, inputs, g.row(b, h), state + row * f * d, to, g_state + row * f * d, room);
+  });
 }
 }

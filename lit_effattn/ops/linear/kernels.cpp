@@ -15,10 +15,8 @@ void forward_row(const Sizes& sizes, Head q, Head k, Head v, float* s, float* z,
   float *S = room.take(F * D), *Z = room.take(F), *above = room.take(C), *A = room.take(C * C);
   float *q_room = room.take(C * F), *k_room = room.take(C * F), *v_room = room.take(C * D);
   float *const Qt = room.take(C * (F + D)), *const Y = Qt;  // Y after the last use of Qt
-  std::memset(S, 0, sizeof(float) * F * D);
-  copy_matrix(f, d, s, d, S, D);
-  std::memset(Z, 0, sizeof(float) * F);
-  std::memcpy(Z, z, sizeof(float) * f);
+  read_matrix(f, d, s, F, D, S);
+  read_matrix(1, f, z, 1, F, Z);
   Ahead ahead;
   for (Index i0 = 0; i0 < n; i0 += C) {
     const Index rows = at_most(C, n - i0), next = at_most(C, n - i0 - rows);
@@ -74,11 +72,8 @@ void backward_row(const Sizes& sizes, Head g, Head q, Head k, Head v, const floa
 
   // Forward, for dq: S is stored as (D, F).
   float *const sums = three, *const T = one;
-  std::memset(S, 0, sizeof(float) * F * D);
-  for (Index i = 0; i < f; ++i)
-    for (Index j = 0; j < d; ++j) S[j * F + i] = s[i * d + j];
-  std::memset(Z, 0, sizeof(float) * F);
-  std::memcpy(Z, z, sizeof(float) * f);
+  read_transposed(f, d, s, F, D, S);
+  read_matrix(1, f, z, 1, F, Z);
   float* Vt = two;
   for (Index i0 = 0; i0 < n; i0 += C) {
     const Index rows = at_most(C, n - i0), next = at_most(C, n - i0 - rows);
@@ -123,8 +118,7 @@ void backward_row(const Sizes& sizes, Head g, Head q, Head k, Head v, const floa
 
   // Backward, for dk and dv: R is stored as (F, D) in place of S, r in place of z.
   float *const R_ = S, *const r_ = Z, *const Kt = one, *const U = one, *const dK = three, *const O = two;
-  std::memset(R_, 0, sizeof(float) * F * D);
-  copy_matrix(f, d, g_s, d, R_, D);
+  read_matrix(f, d, g_s, F, D, R_);
   std::memcpy(r_, g_z, sizeof(float) * f);
   for (Index i0 = (n - 1) / C * C; i0 >= 0; i0 -= C) {
     const Index rows = at_most(C, n - i0);
@@ -179,20 +173,13 @@ void forward(Index batch, Index heads, Index n, Heads q, Heads k, Heads v, float
              float eps, Heads out, int elu, int threads) {
   const Index f = k.width, d = v.width, F = padded(f), D = padded(d);
   in_large_pages(out, batch * heads * n * d);
-#pragma omp parallel num_threads(threads)
-  {
-    Room room(forward_room(F, D));
-#pragma omp for schedule(dynamic)
-    for (Index row = 0; row < batch * heads; ++row) {
-      room.rewind();
-      const Index b = row / heads, h = row % heads;
-      const Index valid = lengths ? lengths[b] : n;
-      const Sizes sizes = {valid, f, d, F, D};
-      clear(out.row(b, h), valid, n);
-      (elu ? forward_row<ELU> : forward_row<NONE>)(
-          sizes, q.row(b, h), k.row(b, h), v.row(b, h), s + row * f * d, z + row * f, out.row(b, h), eps, room);
-    }
-  }
+  each_head(batch, heads, n, lengths, threads, forward_room(F, D), [&](Index b, Index h, Index valid, Room& room) {
+    const Index row = b * heads + h;
+    const Sizes sizes = {valid, f, d, F, D};
+    clear(out.row(b, h), valid, n);
+    (elu ? forward_row<ELU> : forward_row<NONE>)(
+        sizes, q.row(b, h), k.row(b, h), v.row(b, h), s + row * f * d, z + row * f, out.row(b, h), eps, room);
+  });
 }
 
 // g_s and g_z: those after the last position, overwritten with those before the first.
@@ -201,20 +188,13 @@ void backward(Index batch, Index heads, Index n, Heads g, Heads q, Heads k, Head
               int threads) {
   const Index f = k.width, d = v.width, F = padded(f), D = padded(d);
   for (const Heads& t : {g_q, g_k, g_v}) in_large_pages(t, batch * heads * n * t.width);
-#pragma omp parallel num_threads(threads)
-  {
-    Room room(backward_room(n, F, D));
-#pragma omp for schedule(dynamic)
-    for (Index row = 0; row < batch * heads; ++row) {
-      room.rewind();
-      const Index b = row / heads, h = row % heads;
-      const Index valid = lengths ? lengths[b] : n;
-      const Sizes sizes = {valid, f, d, F, D};
-      for (const Heads& t : {g_q, g_k, g_v}) clear(t.row(b, h), valid, n);
-      (elu ? backward_row<ELU> : backward_row<NONE>)(
-          sizes, g.row(b, h), q.row(b, h), k.row(b, h), v.row(b, h), s + row * f * d, z + row * f, g_q.row(b, h),
-          g_k.row(b, h), g_v.row(b, h), g_s + row * f * d, g_z + row * f, eps, room);
-    }
-  }
+  each_head(batch, heads, n, lengths, threads, backward_room(n, F, D), [&](Index b, Index h, Index valid, Room& room) {
+    const Index row = b * heads + h;
+    const Sizes sizes = {valid, f, d, F, D};
+    for (const Heads& t : {g_q, g_k, g_v}) clear(t.row(b, h), valid, n);
+    (elu ? backward_row<ELU> : backward_row<NONE>)(
+        sizes, g.row(b, h), q.row(b, h), k.row(b, h), v.row(b, h), s + row * f * d, z + row * f, g_q.row(b, h),
+        g_k.row(b, h), g_v.row(b, h), g_s + row * f * d, g_z + row * f, eps, room);
+  });
 }
 }

@@ -387,6 +387,19 @@ void copy_matrix(Index rows, Index columns, const float* from, Index from_row, f
   for (Index i = 0; i < rows; ++i) std::memcpy(to + i * to_row, from + i * from_row, sizeof(float) * columns);
 }
 
+// Copy a matrix (f, d) into a buffer (F, D), whose other numbers are 0.
+void read_matrix(Index f, Index d, const float* from, Index F, Index D, float* to) {
+  std::memset(to, 0, sizeof(float) * F * D);
+  copy_matrix(f, d, from, d, to, D);
+}
+
+// The same into a buffer (D, F), transposed.
+void read_transposed(Index f, Index d, const float* from, Index F, Index D, float* to) {
+  std::memset(to, 0, sizeof(float) * F * D);
+  for (Index i = 0; i < f; ++i)
+    for (Index j = 0; j < d; ++j) to[j * F + i] = from[i * d + j];
+}
+
 // sum[:] += weights[i] rows[i, :] for C rows; null weights are 1.
 void add_rows(Index width, Rows rows, const float* weights, float* sum) {
   for (Index j = 0; j < width; j += W) {
@@ -433,6 +446,21 @@ void in_large_pages(const Heads& t, Index numbers) {
   const std::size_t bytes = std::uintptr_t(t.p + numbers) - start;
   if (bytes >= 2 << 20) madvise(reinterpret_cast<void*>(start), bytes, MADV_HUGEPAGE);  // the system may ignore it
 #endif
+}
+
+// Call compute(b, h, valid, room) for each head of each row, in parallel: `valid` is the row's entry of `lengths`, or n
+// if that is null, and `room` has the thread's buffers, of as many numbers.
+template <class Compute>
+void each_head(Index batch, Index heads, Index n, const Index* lengths, int threads, Index numbers, Compute compute) {
+#pragma omp parallel num_threads(threads)
+  {
+    Room room(numbers);
+#pragma omp for schedule(dynamic)
+    for (Index row = 0; row < batch * heads; ++row) {
+      room.rewind();
+      compute(row / heads, row % heads, lengths ? lengths[row / heads] : n, room);
+    }
+  }
 }
 
 }  // namespace

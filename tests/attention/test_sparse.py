@@ -40,21 +40,6 @@ def test_heads_take_sets_in_turn_and_see_nothing_else():
     assert [differs[:, h].nonzero().flatten().tolist() for h in range(H)] == expected
 
 
-def test_heads_have_distinct_summary_columns():
-    attention = SparseAttention(E, H, **FIXED, combine="distant", distinct=True).double()
-    assert attention.columns.tolist() == [[4, 5], [2, 3], [0, 1]]
-    assert SparseAttention(E, H, **FIXED).columns.tolist() == [[4, 5]]
-    x = torch.randn(1, 20, E, dtype=torch.float64)
-    with torch.no_grad():
-        attention.out_proj.weight.copy_(torch.eye(E))
-        y = attention(x)[0]
-        for j in range(6):
-            changed = x.clone()
-            changed[0, j] += 1
-            later = (attention(changed)[0] != y)[0, 6:].view(14, H, -1).any(-1)
-            assert later.all(0).tolist() == later.any(0).tolist() == [j in (4, 5), j in (2, 3), j in (0, 1)]
-
-
 def test_groups_of_heads_see_the_layouts_of_the_authors_code():
     """Blocks of one position: from the last sub-block on, the heads take `num_verts` of them in turn."""
     for num_verts in [1, 2, 4]:

@@ -187,16 +187,6 @@ def test_a_beam_of_one_is_greedy(name: str):
 
 
 @pytest.mark.parametrize("name", KINDS)
-def test_a_prompt_does_not_know_the_others(name: str):
-    made, prompt = parts(name, vocabulary=6), torch.randint(6, (5, 3), generator=torch.Generator().manual_seed(3))
-    search = partial(beam_search, *made, max_len=9, beam=4, end=END, n_best=3)
-    together = search(prompt)
-    for i in range(5):
-        for of_all, alone in zip(together, search(prompt[i : i + 1]), strict=True):
-            torch.testing.assert_close(of_all[i : i + 1], alone)
-
-
-@pytest.mark.parametrize("name", KINDS)
 def test_going_on_from_a_state(name: str):
     """As if what the state has read were a part of the prompt; the state is not changed."""
     made, prompt = parts(name, vocabulary=5), torch.randint(5, (2, 6), generator=torch.Generator().manual_seed(3))
@@ -257,25 +247,6 @@ def test_a_wide_beam_is_exhaustive_for_each_source(name: str, max_len: int | Non
     alone = [made._replace(backbone=FromSource(made.backbone, row)) for row in range(3)]
     pairs = zip(alone, prompt, strict=True)
     assert_found(found, [exhaustive(one, row, 4, module.LENGTH_PENALTY, END) for one, row in pairs], END)
-
-
-@pytest.mark.parametrize("name", CROSS_KINDS)
-def test_a_beam_of_one_is_greedy_for_each_source(name: str):
-    made, prompt = translator(name, vocabulary=6), torch.zeros(3, 1, dtype=torch.long)
-    drawn = generate(*made, prompt, 7, temperature=0, state=remembered(made, 7))
-    assert len(drawn.unique(dim=0)) > 1
-    assert torch.equal(beam_search(*made, prompt, 7, beam=1, state=remembered(made, 7)).tokens[:, 0], drawn)
-
-
-@pytest.mark.parametrize("name", CROSS_KINDS)
-def test_a_source_does_not_know_the_others(name: str):
-    made, prompt = translator(name, vocabulary=6), torch.zeros(3, 1, dtype=torch.long)
-    search = partial(beam_search, *made, max_len=7, beam=4, end=END, n_best=3)
-    together = search(prompt, state=remembered(made, 7))
-    for i in range(3):
-        alone = search(prompt[:1], state=remembered(made, 7, slice(i, i + 1)))
-        for of_all, of_one in zip(together, alone, strict=True):
-            torch.testing.assert_close(of_all[i : i + 1], of_one)
 
 
 def test_the_source_is_not_copied_at_each_step():
@@ -406,14 +377,6 @@ def test_the_length_penalty():
     assert found.scores[0].tolist() == pytest.approx([p / q for p, q in zip(log_p, penalties, strict=True)])
 
 
-def test_the_penalty_can_turn_the_order():
-    """To end at once has probability 0.3, to end after one more token 0.7 · 0.4 = 0.28; no other goes on."""
-    made = markov([0, 0.7, 0.3], [0, 0, 0.4], [0, 0, 0])
-    for alpha, lengths in ((0.0, [1, 2]), (2.0, [2, 1])):
-        found = beam_search(*made, ZERO, 3, beam=3, end=2, length_penalty=alpha, n_best=2)
-        assert found.lengths[0].tolist() == lengths
-
-
 def test_what_has_ended_is_never_lost():
     """At the second step both live hypotheses, of 0.35, are likelier than the one that has ended, of 0.3."""
     made = markov([0, 0.7, 0, 0.3], [0, 0.5, 0.5, 0], [0, 0.5, 0.5, 0], [0.25, 0.25, 0.25, 0.25])
@@ -459,15 +422,6 @@ def test_where_there_are_fewer_than_are_asked_for():
     assert found.lengths.tolist() == [[2, 1, 0, 0]]
     assert found.scores[0].tolist() == pytest.approx([math.log(0.75), math.log(0.25), -math.inf, -math.inf])
     assert torch.equal(found.scores, found.log_probs)
-
-
-def test_the_best_come_first():
-    made, prompt = parts("softmax", vocabulary=7), torch.randint(7, (4, 3), generator=torch.Generator().manual_seed(3))
-    found = beam_search(*made, prompt, 8, beam=6, end=END, n_best=6)
-    assert (found.scores.diff(dim=1) <= 0).all()
-    best = beam_search(*made, prompt, 8, beam=6, end=END, n_best=1)
-    assert torch.equal(best.tokens, found.tokens[:, :1])
-    assert torch.equal(best.scores, found.scores[:, :1])
 
 
 def test_long_sums_are_exact():

@@ -46,9 +46,38 @@ def counts(p, n: int, **options) -> list[int]:
     return draw(log_probs, uniform, **options).bincount(minlength=log_probs.size(1)).tolist()
 
 
+HALVES = [0.125, 0.5, 0.125, 0.25]  # exact in binary: the sums are 0.5, 0.75, 0.875, 1
+FALLING = [0.5, 0.25, 0.125, 0.125]
+COUNTS: list[tuple[list[float], dict[str, Any], list[int]]] = [
+    ([0.1, 0.2, 0.3, 0.4], {}, [100, 200, 300, 400]),
+    ([0.4, 0.0, 0.1, 0.5], {}, [400, 0, 100, 500]),
+    # T = ½ squares the probabilities, T = 2 takes their roots.
+    ([0.1, 0.2, 0.7], {"temperature": 0.5}, [100, 400, 4900]),
+    ([1 / 14, 4 / 14, 9 / 14], {"temperature": 2.0}, [1000, 2000, 3000]),
+    ([0.1, 0.4, 0.2, 0.3], {"top_k": 2}, [0, 400, 0, 300]),
+    ([0.1, 0.4, 0.2, 0.3], {"top_k": 3}, [0, 400, 200, 300]),
+    ([0.1, 0.4, 0.2, 0.3], {"top_k": 1}, [0, 10, 0, 0]),
+    ([0.1, 0.4, 0.2, 0.3], {"top_k": 99}, [100, 400, 200, 300]),
+    # Of equally likely levels the lowest are kept, so that no more than k are.
+    ([0.25] * 4, {"top_k": 2}, [50, 50, 0, 0]),
+    ([0.2, 0.2, 0.4, 0.2], {"top_k": 2}, [200, 0, 400, 0]),
+    (HALVES, {"top_p": 0.51}, [0, 400, 0, 200]),
+    (HALVES, {"top_p": 0.75}, [0, 400, 0, 200]),
+    (HALVES, {"top_p": 0.76}, [100, 400, 0, 200]),
+    (HALVES, {"top_p": 1.0}, [100, 400, 100, 200]),
+    *((HALVES, {"top_p": top_p}, [0, 10, 0, 0]) for top_p in (1e-12, 0.3, 0.5)),
+    ([0.25] * 4, {"top_p": 1e-12}, [10, 0, 0, 0]),
+    # The temperature first; top_p is a share of what top_k left.
+    (FALLING, {"top_k": 3, "top_p": 0.8}, [200, 100, 0, 0]),  # 4/7 and 6/7 of what is left
+    (FALLING, {"top_k": 4, "top_p": 0.8}, [400, 200, 100, 0]),
+    (FALLING, {"temperature": 0.5, "top_p": 0.8}, [400, 100, 0, 0]),  # 16 : 4 : 1 : 1
+    (FALLING, {"temperature": 0.5, "top_k": 2, "top_p": 0.9}, [400, 100, 0, 0]),
+]
+
+
 def test_frequencies_are_the_probabilities():
-    assert counts([0.1, 0.2, 0.3, 0.4], 1000) == [100, 200, 300, 400]
-    assert counts([0.4, 0.0, 0.1, 0.5], 1000) == [400, 0, 100, 500]
+    for p, options, expected in COUNTS:
+        assert counts(p, sum(expected), **options) == expected, (p, options)
 
 
 def test_every_row_has_its_own_distribution():
@@ -56,57 +85,12 @@ def test_every_row_has_its_own_distribution():
     assert draw(log_probs, torch.tensor([0.9, 0.1, 0.45])).tolist() == [0, 1, 1]
 
 
-def test_temperature_divides_log_probabilities():
-    """T = ½ squares the probabilities, T = 2 takes their roots."""
-    assert counts([0.1, 0.2, 0.7], 5400, temperature=0.5) == [100, 400, 4900]
-    assert counts([1 / 14, 4 / 14, 9 / 14], 6000, temperature=2.0) == [1000, 2000, 3000]
-
-
 def test_no_temperature_takes_the_likeliest():
     log_probs = torch.tensor([[0.3, 0.4, 0.3], [0.5, 0.2, 0.3]]).log()
     for u in (0.0, 0.5, 1 - 2**-53):
         uniform = torch.full((2,), u, dtype=torch.float64)
-        assert draw(log_probs, uniform, temperature=0).tolist() == [1, 0]
-        for temperature in (1e-4, 1e-40, 1e-310):
+        for temperature in (0, 1e-4, 1e-40, 1e-310):
             assert draw(log_probs, uniform, temperature=temperature).tolist() == [1, 0]
-
-
-def test_top_k_draws_among_the_likeliest():
-    p = [0.1, 0.4, 0.2, 0.3]
-    assert counts(p, 700, top_k=2) == [0, 400, 0, 300]
-    assert counts(p, 900, top_k=3) == [0, 400, 200, 300]
-    assert counts(p, 10, top_k=1) == [0, 10, 0, 0]
-    assert counts(p, 1000, top_k=4) == counts(p, 1000, top_k=99) == counts(p, 1000)
-
-
-def test_top_k_never_lets_a_tie_through():
-    """Of equally likely levels the lowest are kept, so that no more than k are."""
-    assert counts([0.25] * 4, 100, top_k=2) == [50, 50, 0, 0]
-    assert counts([0.2, 0.2, 0.4, 0.2], 600, top_k=2) == [200, 0, 400, 0]
-
-
-def test_top_p_takes_levels_until_their_sum_is_reached():
-    p = [0.125, 0.5, 0.125, 0.25]  # exact in binary: the sums are 0.5, 0.75, 0.875, 1
-    assert counts(p, 600, top_p=0.51) == [0, 400, 0, 200]
-    assert counts(p, 600, top_p=0.75) == [0, 400, 0, 200]
-    assert counts(p, 700, top_p=0.76) == [100, 400, 0, 200]
-    assert counts(p, 800, top_p=1.0) == [100, 400, 100, 200]
-
-
-def test_top_p_leaves_at_least_one():
-    for top_p in (1e-12, 0.3, 0.5):
-        assert counts([0.125, 0.5, 0.125, 0.25], 10, top_p=top_p) == [0, 10, 0, 0]
-    assert counts([0.25] * 4, 10, top_p=1e-12) == [10, 0, 0, 0]
-
-
-def test_all_together():
-    """The temperature first; top_p is a share of what top_k left."""
-    p = [0.5, 0.25, 0.125, 0.125]
-    assert counts(p, 300, top_k=3, top_p=0.8) == [200, 100, 0, 0]  # 4/7 and 6/7 of what is left
-    assert counts(p, 800, top_p=0.8) == counts(p, 800, top_k=4, top_p=0.8)
-    assert counts(p, 700, top_p=0.8) == [400, 200, 100, 0]
-    assert counts(p, 500, temperature=0.5, top_p=0.8) == [400, 100, 0, 0]  # 16 : 4 : 1 : 1
-    assert counts(p, 500, temperature=0.5, top_k=2, top_p=0.9) == [400, 100, 0, 0]
 
 
 @pytest.mark.parametrize("options", [{}, {"top_k": 5}, {"top_p": 1.0}, {"top_k": 5, "top_p": 0.9}, {"temperature": 2}])
@@ -189,12 +173,6 @@ def test_a_row_does_not_know_how_many_there_are(name: str):
     all_rows = generate(*made, prompt, 9, seed=4)
     for rows in (1, 2, 5):
         assert torch.equal(generate(*made, prompt[:rows], 9, seed=4), all_rows[:rows])
-
-
-def test_a_longer_sample_begins_like_a_shorter_one():
-    made = parts()
-    prompt = torch.zeros(2, 1, dtype=torch.long)
-    assert torch.equal(generate(*made, prompt, 12)[:, :5], generate(*made, prompt, 5))
 
 
 def test_seeds():

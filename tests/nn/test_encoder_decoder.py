@@ -17,7 +17,6 @@ from lit_effattn.attention import (
     SoftmaxCrossAttention,
 )
 from lit_effattn.attention.positions import LearnedPositions
-from lit_effattn.laws.subject import stream
 from lit_effattn.nn import encoder_decoder
 from tests.laws import definitions
 from tests.laws.tools import assert_close, assert_same
@@ -145,17 +144,6 @@ def test_the_definition():
             h = h + cross(block.cross_attention, layer_norm(block.norm_cross, h), read)
             h = h + feed_forward(block.feed_forward, layer_norm(block.norm_2, h))
         assert_close(y, layer_norm(decoder.norm, h))
-
-
-def test_token_by_token_is_teacher_forcing():
-    for max_len in [None, 7]:
-        model, x, source = built(), inputs(3, 7, E), inputs(3, 5, 6)
-        lengths = torch.tensor([5, 0, 2])
-        with torch.no_grad():
-            expected, after = model(x, model.remember(source, lengths))
-            y, state = stream(model, x, [1] * 7, model.remember(source, lengths, max_len=max_len))
-        assert_close(y, expected)
-        assert state.length.tolist() == after.length.tolist() == [7, 7, 7]
 
 
 def test_any_sequence_module_encodes():
@@ -299,13 +287,3 @@ def test_parts_that_do_not_fit_are_refused():
         EncoderDecoder(encoder, decoder())
     with pytest.raises(ValueError, match="d_source=8, but the encoder d_model=6; set d_source=6"):
         EncoderDecoder(encoder, decoder(cross_attention=LinearCrossAttention))
-
-
-def test_a_bad_source_is_named():
-    for source, lengths, words in [
-        (torch.zeros(2, 3, 5), None, r"\(2, 3, 5\)"),
-        (torch.zeros(2, 0, 6), None, r"\(2, 0, 6\)"),
-        (torch.zeros(2, 3, 6), torch.tensor([4, 1]), r"lengths is \[4, 1\]"),
-    ]:
-        with pytest.raises(ValueError, match=words):
-            built().remember(source.double(), lengths)

@@ -1,4 +1,3 @@
-import doctest
 import itertools
 import math
 import re
@@ -8,8 +7,6 @@ import torch
 from torch import nn
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
-from lit_effattn import sequence
-from lit_effattn.nn import lstm
 from lit_effattn.nn.lstm import LSTM, LSTMState
 
 D = 6
@@ -69,22 +66,6 @@ def test_the_equations_by_hand():
             torch.testing.assert_close(state.c[row, i], c)
         torch.testing.assert_close(y[row], z)
     assert state.length.tolist() == [12, 7, 9]
-
-
-def test_both_directions_by_hand():
-    model = shaken(LSTM(D, 2, d_input=4, causal=False).double())
-    x = torch.randn(3, 7, 4, dtype=torch.float64)
-    lengths = [7, 3, 1]
-    y, state = model(x, None, torch.tensor(lengths))
-    assert state is None
-    zero = torch.zeros(D // 2, dtype=torch.float64)
-    for row, n in enumerate(lengths):
-        z = x[row, :n]
-        for forward, backward in zip(model.layers, model.backward_layers, strict=True):
-            there, *_ = by_hand(forward, z, zero, zero)
-            back, *_ = by_hand(backward, z.flip(0), zero, zero)
-            z = torch.cat([there, back.flip(0)], 1)
-        torch.testing.assert_close(y[row, :n], z)
 
 
 def test_it_equals_torch_with_packed_sequences():
@@ -178,13 +159,6 @@ def test_dropout_of_the_input():
     assert not torch.equal(one.h, two.h)
 
 
-def test_the_state_does_not_grow():
-    model = LSTM(D, 2)
-    sizes = {sequence.nbytes(model(torch.zeros(3, n, D))[1]) for n in (1, 10, 300)}
-    assert sizes == {3 * (2 * 2 * D * 4 + 8)}
-    assert model.bounded_by is None
-
-
 def test_bad_options_are_named():
     for options, words in [
         ({"d_model": 0}, ["d_model=0"]),
@@ -195,12 +169,6 @@ def test_bad_options_are_named():
     ]:
         with pytest.raises(ValueError, match=".*".join(map(re.escape, words))):
             LSTM(**{"d_model": D, "n_layers": 1, **options})
-
-
-def test_the_example_of_the_docstring():
-    result = doctest.testmod(lstm, extraglobs={"torch": torch})
-    assert result.attempted >= 4
-    assert result.failed == 0
 
 
 def test_what_cudnn_is_given_lies_side_by_side(monkeypatch):

@@ -156,17 +156,6 @@ def test_padding_has_no_positions():
             model(x, before, torch.tensor([1, 7 if before is None else 5]))
 
 
-def test_added_positions_follow_each_row():
-    model = Transformer(E, H, 1, positions=partial(LearnedPositions, max_len=20))
-    seen = []
-    model.blocks[0].register_forward_pre_hook(lambda module, args: seen.append(args[0]))
-    _, state = model(torch.zeros(2, 6, E), None, torch.tensor([6, 2]))
-    assert state.length.tolist() == [6, 2]
-    model(torch.zeros(2, 3, E), state)
-    assert torch.equal(seen[1][0], model.positions.table.weight[6:9])
-    assert torch.equal(seen[1][1], model.positions.table.weight[2:5])
-
-
 def test_positions_of_every_layer_are_added_to_its_input():
     """Al-Rfou et al. 2018: a table for each layer; in rows that stand at different positions."""
     model = Transformer(E, H, 3, positions=partial(LearnedPositions, max_len=20), positions_in_layers=True)
@@ -512,15 +501,6 @@ def test_no_other_memory_is_normalised():
         models[1].load_state_dict(models[0].state_dict())
         x = torch.randn(2, 5, E)
         assert torch.equal(models[0](x)[0], models[1](x)[0])
-
-
-def test_a_block_has_its_attentions_state():
-    attention = SoftmaxAttention(E, H, window=4)
-    block = Block(attention, FeedForward(E, 16))
-    assert (block.d_input, block.d_model, block.causal, block.bounded_by) == (E, E, True, None)
-    _, state = block(torch.randn(2, 5, E))
-    assert type(state) is type(block.initial_state(2)) is type(attention.initial_state(2))
-    assert block.reset(state, torch.tensor([True, False])).length.tolist() == [0, 5]
 
 
 # --------------------------------------------------------------------------------------------------------- a decoder

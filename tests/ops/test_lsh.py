@@ -14,7 +14,6 @@ from lit_effattn.ops.lsh import (
     plain_attend_in_chunks,
     ranked_chunks,
     recent_of,
-    rows,
     sorted_chunks,
 )
 from tests.support.kernels import assert_second_derivative_is_refused, check_operators
@@ -32,24 +31,6 @@ def random_buckets(n: int, n_buckets: int, lengths: list[int]) -> torch.Tensor:
 
 
 # ------------------------------------------------------------------------------------------------------------ hashing
-
-
-def test_a_bucket_is_the_nearest_of_the_rotated_axes():
-    x, rotations = torch.randn(B, H, 5, 4, dtype=torch.float64), torch.randn(R, H, 4, 3, dtype=torch.float64)
-    buckets = hash_buckets(x, rotations)
-    assert buckets.shape == (B, H, R, 5)
-    for b, h, r in HEADS_AND_ROUNDS:
-        for i in range(5):
-            along = [float(x[b, h, i] @ rotations[r, h, :, a]) for a in range(3)]
-            both = along + [-a for a in along]
-            assert buckets[b, h, r, i] == both.index(max(both))
-
-
-def test_only_the_direction_counts_and_the_opposite_one_falls_into_the_other_of_a_pair():
-    x, rotations = torch.randn(1, H, 50, 4), torch.randn(R, H, 4, 3)
-    buckets = hash_buckets(x, rotations)
-    assert torch.equal(hash_buckets(12 * x, rotations), buckets)
-    assert torch.equal(hash_buckets(-x, rotations), (buckets + 3) % 6)
 
 
 def test_without_columns_all_fall_together():
@@ -113,15 +94,6 @@ def test_ranked_chunks_one_position_after_the_other():
             assert counts[b, h, r].tolist() == count
 
 
-def test_a_later_position_moves_no_border():
-    buckets = random_buckets(30, 4, [30, 30])
-    places = ranked_chunks(buckets, 4, 3)[0].places
-    for t in (0, 7, 29):
-        changed = buckets.clone()
-        changed[..., t] = (changed[..., t] + 1) % 4
-        assert torch.equal(ranked_chunks(changed, 4, 3)[0].places[:, :, :t], places[:, :, :t])
-
-
 @pytest.mark.parametrize("c", [1, 3])
 def test_the_newest_of_a_bucket(c: int):
     for count in range(5 * c):
@@ -138,12 +110,6 @@ def test_the_newest_of_a_bucket(c: int):
 
 
 # ---------------------------------------------------------------------------------------------------------- attention
-
-
-def test_rows():
-    t, index = torch.randn(B, H, 7, 5), torch.randint(7, (B, H, 2, 3))
-    for b, h, i, j in itertools.product(range(B), range(H), range(2), range(3)):
-        assert torch.equal(rows(t, index)[b, h, i, j], t[b, h, index[b, h, i, j]])
 
 
 def by_definition(x: torch.Tensor, v: torch.Tensor, places: torch.Tensor, n_buckets: int, causal: bool) -> torch.Tensor:

@@ -127,35 +127,26 @@ class PerformerAttention(Attention):
         length = state.length + (n if lengths is None else lengths)
         return y.to(v.dtype), PerformerState(s, z, m, top, state.drawn, length)
 
-    def _plus_eps(
-        self, q: Tensor, k: Tensor, valid: Tensor | None, before: Tensor | None = None
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def _plus_eps(self, q: Tensor, k: Tensor, valid: Tensor | None, before: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return the logs of queries' and keys' features with `eps`, (B, H, N, F + 1), and M after the last, (B, H).
 
-        `before` (B, H) is M before the first position. Each query sees the keys up to its own if causal, else all.
+        `before` (B, H) is M before the first position.
         """
         log_k, top = self.feature_map.stabilised_keys(k, valid)
-        if self.causal:
-            top = top.cummax(2).values if top.size(2) > 1 else top  # (B, H, N); ONNX has no cumulative maximum
-            top = top if before is None else torch.maximum(top, before[..., None])
-        else:
-            top = top.amax(2, keepdim=True)  # (B, H, 1)
+        top = top.cummax(2).values if top.size(2) > 1 else top  # (B, H, N); ONNX has no cumulative maximum
+        top = torch.maximum(top, before[..., None])
         return self.feature_map.stabilised_queries(q, top), log_k, top[..., -1].clone()  # no view
 
     def _sum(
         self, q: Tensor, k: Tensor, v: Tensor, valid: Tensor | None, s: Tensor, z: Tensor, m: Tensor
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Continue the sums over one position, or of features that are not in log space."""
-        features = self._features(q, k, valid)
+        features = self.feature_map.queries(q), self.feature_map.keys(k, valid)  # (B, H, N, F), or their logarithms
         if self.feature_map.in_log_space:
             return favor_step(*features, v, s, z, m, in_place=may_overwrite())
         if q.size(2) == 1:
             return *linear_attention_step(*features, v, s, z, eps=NOTHING_SEEN, in_place=may_overwrite()), m
         return *causal_linear_attention(*features, v, s, z, eps=NOTHING_SEEN, chunk_size=self.chunk_size), m
-
-    def _features(self, q: Tensor, k: Tensor, valid: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Map (B, H, N, D) queries and keys to features (B, H, N, F), or to their logarithms."""
-        return self.feature_map.queries(q), self.feature_map.keys(k, valid)
 
     @override
     def empty_state(

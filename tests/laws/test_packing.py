@@ -209,13 +209,6 @@ def test_pieces_of_similar_length_are_called_together(monkeypatch: pytest.Monkey
         assert torch.equal(y, x.masked_fill(torch.arange(38).view(2, 19, 1) >= 19 + 15, 0))
 
 
-def test_padding_after_the_longest_piece_is_zero():
-    module = CASES[0].build()
-    y, _ = packing.packed(module, inputs(module, 1, 5), torch.zeros(1, 5, dtype=torch.bool), None, torch.tensor([3]))
-    assert (y[0, :3] != 0).all()
-    assert (y[0, 3:] == 0).all()
-
-
 def test_starts_of_cu_seqlens():
     starts = packing.starts_of(torch.tensor([0, 2, 3, 6]))
     assert starts.tolist() == [[True, False, True, True, False, False]]

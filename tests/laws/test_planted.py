@@ -147,22 +147,6 @@ def test_a_report_says_how_to_draw_the_inputs_again():
     assert f"\n  inputs: {drawn} 0; {drawn} 2\n" in str(report)
 
 
-def test_packed_sequences_are_checked():
-    class Packing(MixerAdapter):
-        @staticmethod
-        def packed(module, x, lengths):
-            return torch.cat([module(part)[0] for part in x.split(lengths, 1)], 1)
-
-    class Leaking(MixerAdapter):
-        @staticmethod
-        def packed(module, x, lengths):
-            return module(x)[0]
-
-    assert check(Packing(), laws=["packed"]).ok
-    (result,) = check(Leaking(), laws=["packed"]).broken
-    assert result.case == "batch 1, length 2, split 1 + 1"
-
-
 def test_bitwise_is_stricter():
     report = check(MixerAdapter(), bitwise=True)
     assert "segments" in {r.law for r in report.broken}  # the running maximum of a segment is another one

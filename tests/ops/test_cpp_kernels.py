@@ -114,26 +114,6 @@ def test_padding_is_nothing(family: Family):
     assert all(torch.equal(a, b) for a, b in zip(family.function(*given, lengths), found, strict=True))
 
 
-def changed_from(given: list[Tensor], start: int) -> list[Tensor]:
-    """Change what belongs to the positions from `start` on."""
-    n = given[0].size(2)
-    later = [t.dim() > 2 and t.size(2) == n for t in given]
-    return [
-        torch.cat([t[:, :, :start], t[:, :, start:] * 1.5], 2) if of_positions else t
-        for t, of_positions in zip(given, later, strict=True)
-    ]
-
-
-@each_family
-def test_no_output_depends_on_what_comes_after(family: Family):
-    given = [t.detach() for t in family.inputs(3 * C)]
-    before = family.function(*given)[0]
-    for t in (1, C - 1, C, C + 5):
-        after = family.function(*changed_from(given, t))[0]
-        assert torch.equal(before[:, :, :t], after[:, :, :t])
-        assert not torch.equal(before[:, :, t], after[:, :, t])
-
-
 @each_family
 def test_any_strides_and_broadcast_gradients(family: Family):
     given = family.inputs(40, b=3)

@@ -133,25 +133,6 @@ def test_what_is_not_there_is_not_seen(local: bool, distant: bool):
         assert y.isfinite().all()
 
 
-@pytest.mark.parametrize("causal", [True, False])
-def test_no_key_counts_twice(causal: bool):
-    """Equal scores: each key seen weighs 1 / their number, and the values tell them apart."""
-    n = 23
-    q = torch.zeros(1, 1, n, D, dtype=torch.float64)
-    v = torch.eye(n, dtype=torch.float64)[None, None]
-    for y, sets in (
-        (strided_attention(q, q, v, 4, causal=causal), [strided_set(i, n, 4, True, True, causal) for i in range(n)]),
-        (
-            fixed_attention(q, q, v, 4, torch.tensor([[2, 3]]), causal=causal),
-            [fixed_set(i, n, 4, [2, 3], True, True, causal) for i in range(n)],
-        ),
-    ):
-        for i, seen in enumerate(sets):
-            expected = torch.zeros(n, dtype=torch.float64)
-            expected[seen] = 1 / len(seen)
-            torch.testing.assert_close(y[0, 0, i], expected)
-
-
 def test_scores_of_any_size():
     """Far apart in the two sets, and beyond what exp can take."""
     n = 17

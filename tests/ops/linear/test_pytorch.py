@@ -1,6 +1,5 @@
 import itertools
 
-import pytest
 import torch
 
 from lit_effattn.ops.linear.pytorch import causal_linear_attention, linear_attention, linear_attention_step
@@ -78,26 +77,6 @@ def test_gradients():
     z = torch.rand(1, 1, 3, dtype=torch.float64, requires_grad=True)
     assert torch.autograd.gradcheck(lambda *a: causal_linear_attention(*a, chunk_size=3), (q, k, v, s, z))
     assert torch.autograd.gradcheck(linear_attention, (q, k, v))
-
-
-def gradients_of(function, inputs, weights, **options):
-    """Return what `function` returns, and the gradients of its sum with `weights`."""
-    inputs = [t.detach().requires_grad_() for t in inputs]
-    found = function(*inputs, **options)
-    return *found, *torch.autograd.grad(found, inputs, weights)
-
-
-@pytest.mark.usefixtures("in_float32")
-def test_gradients_in_float32_are_near_those_in_float64():
-    n = 300
-    exact = [torch.rand(1, 1, n, F, dtype=torch.float64) for _ in range(3)]
-    exact += [torch.rand(1, 1, F, F, dtype=torch.float64), torch.rand(1, 1, F, dtype=torch.float64)]
-    weights = [torch.randn_like(t) for t in exact[2:]]
-    expected = gradients_of(causal_linear_attention, exact, weights)
-    found = gradients_of(causal_linear_attention, [t.float() for t in exact], [t.float() for t in weights])
-    for a, b in zip(found, expected, strict=True):
-        assert a.dtype == torch.float32
-        torch.testing.assert_close(a.double(), b, rtol=1e-4, atol=1e-4)
 
 
 def test_nothing_of_size_n_squared_nor_n_f_d_is_made():

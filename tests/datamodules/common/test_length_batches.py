@@ -3,9 +3,8 @@ import itertools
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import Dataset, DistributedSampler
 
-from lit_effattn.datamodules import LengthBatches, ResumableLoader
+from lit_effattn.datamodules import LengthBatches
 from lit_effattn.datamodules.common.length_batches import _buckets
 from tests.support.cases import pairwise
 
@@ -151,29 +150,3 @@ def test_what_makes_no_sense_is_refused(options, message):
     }
     with pytest.raises(ValueError, match=message):
         LengthBatches(**(given | options))
-
-
-class Echo(Dataset):
-    def __getitem__(self, indices):
-        return indices
-
-
-def test_an_interrupted_epoch_resumes_with_the_next_batch():
-    def loader():
-        made = LengthBatches(lengths(60), 1000, max_samples=8, num_replicas=2, rank=1, shuffle=True, seed=0)
-        assert isinstance(made, DistributedSampler)  # which Lightning keeps
-        return ResumableLoader(Echo(), batch_size=None, sampler=made)
-
-    def epoch_of(made, epoch):
-        made.sampler.set_epoch(epoch)
-        return list(made)
-
-    whole = [epoch_of(loader(), epoch) for epoch in range(3)]
-    first = loader()
-    first.sampler.set_epoch(1)
-    batches = iter(first)
-    assert [next(batches), next(batches)] == whole[1][:2]
-    second = loader()
-    second.load_state_dict(first.state_dict())
-    assert epoch_of(second, 1) == whole[1][2:]
-    assert epoch_of(second, 2) == whole[2]

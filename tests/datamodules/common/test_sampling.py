@@ -1,6 +1,5 @@
 import itertools
 import math
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -8,16 +7,11 @@ from PIL import Image
 from torch.utils.data import Dataset, DistributedSampler
 
 from lit_effattn.datamodules import (
-    AssociativeRecall,
-    CopyTask,
-    DialogueTask,
     LabelledImages,
     LabelledTexts,
     ResumableLoader,
     SequencePairs,
     ShardedBatches,
-    SortingTask,
-    StateTracking,
     TextStream,
 )
 
@@ -241,14 +235,6 @@ def test_resuming_with_other_data_is_refused(kind, options, tmp_path, monkeypatc
     loader_after(change=False).load_state_dict(first.state_dict())
     with pytest.raises(ValueError, match=r"trained on other data: digest=\w+ and not \w+; .*--init_weights"):
         loader_after(change=True).load_state_dict(first.state_dict())
-
-
-@pytest.mark.parametrize("task", [CopyTask, SortingTask, AssociativeRecall, StateTracking, DialogueTask, TextStream])
-def test_overfit_batches_is_refused(task):
-    data = task()
-    data.trainer = SimpleNamespace(overfit_batches=2, distributed_sampler_kwargs=None)
-    with pytest.raises(ValueError, match="overfit_batches=2 would replace the sampler"):
-        data.train_dataloader()
 
 
 def test_iterating_leaves_the_global_random_state_alone():

@@ -5,7 +5,6 @@ import socket
 import struct
 import tarfile
 import time
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -181,32 +180,6 @@ def test_batches():
     assert len(list(ready(batch_size=90).val_dataloader())) == 2
 
 
-@pytest.mark.parametrize("num_workers", [0, 2])
-def test_loaders_leave_the_global_random_state_alone(num_workers, tmp_path):
-    data = ready(**flipped(tmp_path, batch_size=8, num_workers=num_workers))
-    before = torch.get_rng_state()
-    for made in (data.train_dataloader(), data.val_dataloader()):
-        for _ in made:
-            pass
-        if num_workers:
-            made._iterator._shutdown_workers()
-    assert torch.equal(before, torch.get_rng_state())
-
-
-def test_processes_share_the_work():
-    data = ready(batch_size=10)
-    whole = torch.cat(list(data.test_dataloader()))
-    seen, counts, trained = [], set(), []
-    for rank in range(7):
-        data.trainer = SimpleNamespace(distributed_sampler_kwargs={"num_replicas": 7, "rank": rank})
-        seen.append(torch.cat(list(data.test_dataloader())))
-        counts.add(len(data.test_dataloader()))
-        trained += [index for batch in data.train_dataloader().sampler for index in batch]
-    assert len(counts) == 1
-    assert sorted(torch.cat(seen).tolist()) == sorted(whole.tolist())
-    assert len(set(trained)) == len(trained) == 1437 // 70 * 70
-
-
 class Recorder(LightningModule):
     def __init__(self):
         super().__init__()
@@ -271,12 +244,6 @@ def test_predict_gives_the_test_images_in_order(tmp_path):
     data = PixelSequences(eval_batch_size=50)
     predicted = trainer(tmp_path, []).predict(Recorder(), data)
     assert torch.equal(torch.cat(predicted), data.splits["test"][list(range(180))])
-
-
-@pytest.mark.filterwarnings("ignore")
-def test_overfit_batches_is_refused(tmp_path):
-    with pytest.raises(ValueError, match=r"overfit_batches=1.*limit_train_batches"):
-        trainer(tmp_path, [], overfit_batches=1).fit(Recorder(), PixelSequences())
 
 
 # MNIST and CIFAR-10

@@ -65,17 +65,6 @@ def test_packed_training_batches_hold_texts_of_all_lengths_end_to_end(tmp_path):
     assert sorted(items(data.val_dataloader(), data.classes)) == sorted(ITEMS)  # evaluation is padded
 
 
-def test_a_packed_epoch_resumes_with_the_next_batch(tmp_path):
-    root = write(tmp_path / "x", items=[(f"{i:03} " * (i % 7 + 1), "ab"[i % 2]) for i in range(60)])
-    whole, first, second = (ready(root=root, batch_tokens=50, packed=True).train_dataloader() for _ in range(3))
-    expected = [batch.x.tolist() for batch in whole]
-    batches = iter(first)
-    assert [next(batches).x.tolist() for _ in range(3)] == expected[:3]
-    second.load_state_dict(first.state_dict())
-    assert [batch.x.tolist() for batch in second] == expected[3:]
-    assert len(expected) > 10
-
-
 def test_json_lines_whose_classes_may_be_numbers(tmp_path, monkeypatch):
     said = []
     monkeypatch.setattr("lit_effattn.datamodules.pairs.labelled_texts.rank_zero_info", said.append)

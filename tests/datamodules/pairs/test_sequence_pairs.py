@@ -15,7 +15,7 @@ from lit_effattn.datamodules.pairs import sources as pair_sources
 from lit_effattn.datamodules.pairs import store as pair_store
 from lit_effattn.datamodules.text.tokenizers import Tokenizer
 from tests.datamodules.hugging_face import REAL, fake_datasets, write_rows
-from tests.datamodules.lightning_runs import Recorder, fit
+from tests.datamodules.lightning_runs import Recorder
 
 PAIRS = [(f"{i} birds on {'a very ' * (i % 5)}long wire", f"{i} Vögel auf {i % 7 * 'einem '}Draht") for i in range(90)]
 SPLITS = {"train": PAIRS[:60], "val": PAIRS[60:70], "test": PAIRS[70:]}
@@ -168,28 +168,6 @@ def test_a_batch_has_at_most_batch_tokens_positions_of_each_side(tmp_path, split
         assert len(list(loaders(data, split))) == n
     few = tsv(tmp_path, "fit" if split == "train" else "test", batch_tokens=1000, batch_pairs=3)
     assert max(len(b.sources) for b in loaders(few, split)) == 3
-
-
-@pytest.mark.parametrize("world", [1, 3])
-def test_every_pair_comes_once_over_all_processes(tmp_path, world):
-    for split, stage in (("train", "fit"), ("val", "validate"), ("test", "test"), ("predict", "predict")):
-        shards = [
-            list(loaders(tsv(tmp_path, stage, world=world, rank=rank, batch_tokens=300), split))
-            for rank in range(world)
-        ]
-        assert len({len(batches) for batches in shards}) == 1
-        actual = [row for batches in shards for row in rows(batches)]
-        assert sorted(actual) == sorted(SPLITS["test" if split == "predict" else split])
-
-
-def test_epochs_are_functions_of_the_seed(tmp_path):
-    def epoch_of(seed, epoch):
-        loader = tsv(tmp_path, seed=seed, batch_tokens=300).train_dataloader()
-        loader.sampler.set_epoch(epoch)
-        return tuple(rows(loader))
-
-    assert len({epoch_of(seed, epoch) for seed in (0, 1) for epoch in (0, 1)}) == 4
-    assert epoch_of(1, 1) == epoch_of(1, 1)
 
 
 def test_workers_that_are_not_forked_get_no_copy_of_the_pairs(tmp_path):
@@ -585,24 +563,6 @@ def test_another_vocabulary_is_refused(tmp_path):
         ):
             tsv(tmp_path, **options | changed).load_state_dict(state)
     assert {type(value) for value in state.values()} == {str}
-
-
-@pytest.mark.filterwarnings("ignore")
-def test_lightning_resumes_in_the_middle_of_an_epoch(tmp_path):
-    write_tsv(tmp_path / "pairs")
-
-    def lightning(**options):
-        data = SequencePairs("files", root=str(tmp_path / "pairs"), batch_tokens=300)
-        return fit(tmp_path, data, lambda batch: batch.indices.tolist(), **options)
-
-    whole = lightning()
-    n = len(whole) // 3
-    assert n > 5
-    for epoch in range(3):
-        assert sorted(i for batch in whole[epoch * n : (epoch + 1) * n] for i in batch) == list(range(60))
-    for steps in (n + 3, 2 * n):
-        lightning(stop_after=steps)
-        assert lightning(resume=True) == whole[steps:]
 
 
 @pytest.mark.filterwarnings("ignore")

@@ -123,18 +123,6 @@ def test_what_the_model_needs_to_know_is_known_at_once(make):
     assert make(sample_rate=11_025).frame_seconds == 110 / 11_025
 
 
-def test_each_utterance_is_on_one_process_in_equally_many_batches(make, corpus):
-    for world, stage, name in ((2, "fit", "train"), (3, "test", "test")):
-        seen, counts = [], set()
-        for rank in range(world):
-            loader = getattr(make(stage, world=world, rank=rank), f"{name}_dataloader")()
-            batches = list(loader)
-            counts.add((len(batches), len(loader)))
-            seen += rows_of(batches)
-        assert sorted(seen) == sorted(u.id for u in corpus.splits[name])
-        assert len(counts) == 1
-
-
 def normal(x, of):
     return (x - of.double().mean(0)) / of.double().std(0, correction=0)
 

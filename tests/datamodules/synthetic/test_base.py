@@ -60,32 +60,11 @@ def test_evaluation_reads_every_sequence_in_order():
         assert torch.equal(torch.cat([batch[0] for batch in batches(data, "test", epoch)]), sequences)
 
 
-@pytest.mark.parametrize(("task", "options"), [("copy", {}), ("sorting", {"segment_len": 30})])
-def test_an_interrupted_epoch_goes_on_with_the_next_batch(task, options):
-    data = TASKS[task](**SMALL, **options)
-    whole = batches(data, "train", epoch=3)
-    first, second = data.train_dataloader(), data.train_dataloader()
-    first.sampler.set_epoch(3)
-    iterator = iter(first)
-    next(iterator), next(iterator)
-    second.load_state_dict(first.state_dict())
-    rest = list(second)
-    assert len(rest) == len(whole) - 2
-    assert all(torch.equal(a[0], b[0]) for a, b in zip(rest, whole[2:], strict=True))
-
-
 @ALL
 def test_workers_can_have_the_sequences(make):
     data = make(**SMALL)
     sequences, item = data.sequences("val"), next(iter(data.val_dataloader().sampler))
     assert torch.equal(pickle.loads(pickle.dumps(sequences))[item][0], sequences[item][0])
-
-
-def test_workers_draw_the_same():
-    data, alone = (SortingTask(8, segment_len=6, batch_size=2, n_train=4, num_workers=n) for n in (2, 0))
-    assert data.train_dataloader().num_workers == 2
-    for a, b in zip(batches(data, "train"), batches(alone, "train"), strict=True):
-        assert torch.equal(a.inputs, b.inputs)
 
 
 def test_the_data_tell_the_model_the_size_of_the_vocabulary():

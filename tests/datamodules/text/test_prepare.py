@@ -13,7 +13,6 @@ import pytest
 from lit_effattn.datamodules import IGNORE, TextStream
 from lit_effattn.datamodules.text import prepare as module
 from lit_effattn.datamodules.text.prepare import prepare
-from lit_effattn.datamodules.text.streams import EpochInOrder, ShuffledStreams, StreamLoader
 from lit_effattn.datamodules.text.token_store import FORMAT, TokenStore
 from lit_effattn.datamodules.text.tokenizers import KINDS
 
@@ -288,25 +287,9 @@ def test_a_damaged_index(source, tmp_path, damage):
 # Training
 
 
-def loader(folder, world=1, rank=0, num_workers=0, seed=3, documents="apart"):
-    """A loader of a process, as `TextStream.train_dataloader` makes it, with 4 streams over all processes."""
-    data = TextStream(
-        "prepared",
-        root=str(folder),
-        segment_len=8,
-        batch_size=4 // world,
-        shuffle_seed=seed,
-        num_workers=num_workers,
-        documents=documents,
-    )
-    made = data.train_dataloader()
-    streams = made.dataset
-    assert isinstance(streams, ShuffledStreams)
-    streams.num_replicas, streams.rank = world, rank
-    streams._divide(*streams._shuffled(0))
-    return StreamLoader(
-        streams, sampler=EpochInOrder(streams), batch_size=None, num_workers=num_workers, generator=made.generator
-    )
+def loader(folder, seed=3, num_workers=0, documents="apart"):
+    options = {"segment_len": 8, "batch_size": 4, "shuffle_seed": seed, "num_workers": num_workers}
+    return TextStream("prepared", root=str(folder), documents=documents, **options).train_dataloader()
 
 
 def epoch_of(made, epoch):
@@ -363,30 +346,6 @@ def test_an_epoch_has_every_document_once_in_an_order_of_its_own(source, tmp_pat
         orders.append(texts)
     assert orders[0][:5] != orders[1][:5]
     assert orders[0] != [line.encode() for line in LINES[2:]][: len(orders[0])]
-
-
-@pytest.mark.parametrize("documents", ["apart", "joined"])
-def test_processes_divide_the_streams(source, tmp_path, documents):
-    """2 processes with 2 streams have the rows of one with 4, so no token is in two of them and none is missing."""
-    prepare(source, tmp_path / "out", shard_bytes=300)
-    (whole, first, second) = (
-        epoch_of(loader(tmp_path / "out", *at, documents=documents), 1) for at in ((1, 0), (2, 0), (2, 1))
-    )
-    assert whole == [[a + b for a, b in zip(x, y, strict=True)] for x, y in zip(first, second, strict=True)]
-
-
-def test_an_interrupted_epoch_resumes_exactly(source, tmp_path):
-    """Of any epoch, and with worker processes, which learn the epoch from the items."""
-    prepare(source, tmp_path / "out", shard_bytes=300)
-    expected = [epoch_of(loader(tmp_path / "out", 2, 1), epoch) for epoch in (2, 3)]
-    first = loader(tmp_path / "out", 2, 1)
-    first.sampler.set_epoch(2)
-    batches = iter(first)
-    for _ in range(5):
-        next(batches)
-    second = loader(tmp_path / "out", 2, 1, num_workers=1)
-    second.load_state_dict(first.state_dict())
-    assert [epoch_of(second, epoch) for epoch in (2, 3)] == [expected[0][5:], expected[1]]
 
 
 def test_another_order_is_refused(source, tmp_path):

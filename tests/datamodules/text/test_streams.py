@@ -4,7 +4,6 @@ import warnings
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import DistributedSampler
 
 from lit_effattn.datamodules.common import packing
 from lit_effattn.datamodules.common.tokens import IGNORE
@@ -185,46 +184,14 @@ def test_too_little_text_is_refused():
 # Going on
 
 
-def loader(num_workers=0, world=1, rank=0, batch_size=2, segment_len=3, size=50):
-    made = streams((size,), segment_len, batch_size, world, rank, drop_last=True)
-    return StreamLoader(
-        made,
-        batch_size=None,
-        sampler=InOrder(made),
-        num_workers=num_workers,
-        persistent_workers=num_workers > 0,
-        generator=torch.Generator(),
-    )
+def loader(world=1, batch_size=2, segment_len=3, size=50):
+    made = streams((size,), segment_len, batch_size, world, drop_last=True)
+    return StreamLoader(made, batch_size=None, sampler=InOrder(made))
 
 
 def epoch_of(made, epoch):
     made.sampler.set_epoch(epoch)
     return [(batch.inputs.tolist(), batch.fresh.tolist()) for batch in made]
-
-
-def stop(*loaders):
-    for made in loaders:
-        if made.num_workers:
-            made._iterator._shutdown_workers()
-
-
-@pytest.mark.parametrize(("before", "after"), [(0, 0), (1, 0), (0, 1)])
-def test_resumes_with_the_next_segments(before, after):
-    whole = epoch_of(loader(), 0)
-    assert len(whole) == 8
-    first = loader(before)
-    first.sampler.set_epoch(2)
-    taken = iter(first)
-    for _ in range(3):
-        next(taken)
-    state = first.state_dict()
-    second = loader(after)
-    second.load_state_dict(state)
-    assert second.state_dict() == state
-    assert epoch_of(second, 2) == whole[3:]
-    assert epoch_of(second, 3) == whole
-    assert len(second) == 8
-    stop(first, second)
 
 
 def test_another_number_of_processes_starts_afresh_and_says_so():
@@ -266,9 +233,3 @@ def test_another_text_is_refused():
     second.load_state_dict(first.state_dict())
     with pytest.raises(ValueError, match=r"after 1 of 8 batches.* has 13 now"):
         next(iter(second))
-
-
-def test_lightning_takes_the_order_for_a_distributed_sampler():
-    made = InOrder(streams((50,), 3, 2, 2, 1))
-    assert isinstance(made, DistributedSampler)
-    assert list(made) == list(range(len(made)))

@@ -575,18 +575,6 @@ def as_process(data, rank, world):
     return data
 
 
-@pytest.mark.parametrize("loader", ["train_dataloader", "test_dataloader"])
-def test_two_processes_have_the_rows_of_one(tmp_path, loader):
-    options = {"source": "files", "root": str(write_folder(tmp_path / "texts")), "segment_len": 5}
-    whole = list(getattr(ready(**options, batch_size=6), loader)())
-    halves = [getattr(as_process(ready(**options, batch_size=3), rank, 2), loader)() for rank in range(2)]
-    assert [len(half) for half in halves] == [len(whole)] * 2
-    for one, *two in zip(whole, *halves, strict=True):
-        for i, value in enumerate(one):
-            parts = [half[i] for half in two]
-            assert parts == [None, None] if value is None else torch.equal(value, torch.cat(parts))
-
-
 @pytest.mark.parametrize("split", ["val", "test"])
 def test_every_token_is_scored_once(tmp_path, split):
     options = {"source": "files", "root": str(write_folder(tmp_path / "texts")), "tokens": "words"}
@@ -625,19 +613,6 @@ def lightning(folder, **options):
     (folder / "a.txt").write_text("".join(SENTENCES))
     data = TextStream(source="files", root=str(folder / "a.txt"), segment_len=8, batch_size=4)
     return fit(folder, data, lambda batch: (batch.inputs.tolist(), batch.fresh.tolist()), **options)
-
-
-@pytest.mark.filterwarnings("ignore")
-def test_lightning_resumes_in_the_middle_of_an_epoch(tmp_path):
-    whole = lightning(tmp_path)
-    n = len(whole) // 3
-    assert n > 10
-    for t in range(n):
-        assert whole[t] == whole[n + t] == whole[2 * n + t]  # the same streams in every epoch, in order
-        assert whole[t][1] == [t == 0] * 4
-    for steps in (n + 5, 2 * n):
-        lightning(tmp_path, stop_after=steps)
-        assert lightning(tmp_path, resume=True) == whole[steps:]
 
 
 @pytest.mark.filterwarnings("ignore:(?!.*Training continues)")

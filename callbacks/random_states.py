@@ -97,6 +97,8 @@ def _restore(states: dict[str, Any], device: torch.device) -> None:
         version, internal, gauss = states["python"]
         random.setstate((version, tuple(internal), gauss))
         kind, keys, position, has_gauss, cached = states["numpy"]
+        if not 0 <= position <= len(keys):  # NumPy would read outside of its memory
+            raise ValueError(f"position {position} of {len(keys)}")
         np.random.set_state((kind, keys.numpy().astype(np.uint32), position, has_gauss, cached))  # noqa: NPY002
         torch.set_rng_state(states["torch"])
         if device.type == "cuda" and "cuda" in states:

@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_leaves
 from lit_effattn.checkpoints.files import DamagedError, explained, put, read, remove, unfinished, write
 from lit_effattn.checkpoints.folders import Parts, read_whole
 from lit_effattn.checkpoints.runs import is_checkpoint, short
-from lit_effattn.checkpoints.shape import check_contents
+from lit_effattn.checkpoints.shape import check_weights
 from lit_effattn.checkpoints.shipped import SUFFIX, model_path
 from lit_effattn.checkpoints.weights_files import read_weights_file
 
@@ -196,7 +196,7 @@ def _read(path: Path, read_folder: Callable[[Path], dict[str, Any]], map_locatio
     if "state_dict" not in checkpoint:
         raise DamagedError(f"{path} is not a Lightning checkpoint: it has no `state_dict`")
     try:
-        check_contents(checkpoint)
+        check_weights(checkpoint["state_dict"])
     except ValueError as error:
         raise DamagedError(f"{path} can't be read as a checkpoint: {error}") from error
     return checkpoint

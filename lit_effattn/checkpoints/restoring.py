@@ -1,4 +1,4 @@
-"""Restoring a run from a checkpoint: the sizes of each part are compared with the object that loads it."""
+"""Restoring a run from a checkpoint: an error in any part is one line that names the file and the part."""
 
 from __future__ import annotations
 
@@ -13,29 +13,22 @@ from lightning.fabric.utilities.types import _Stateful
 from lightning.pytorch.trainer.connectors.checkpoint_connector import _CheckpointConnector
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
-from torch.optim import SGD, Optimizer
+from torch.optim import Optimizer
 
 from lit_effattn.checkpoints.files import DamagedError
 from lit_effattn.checkpoints.folders import Divided
 from lit_effattn.checkpoints.runs import short
-from lit_effattn.checkpoints.shape import check_counts, check_like, wrong
+from lit_effattn.checkpoints.shape import wrong
 
-_LOOPS = {
-    TrainerFn.FITTING: "fit_loop",
-    TrainerFn.VALIDATING: "validate_loop",
-    TrainerFn.TESTING: "test_loop",
-    TrainerFn.PREDICTING: "predict_loop",
-}
 _EXPECTED = (ValueError, OSError, FloatingPointError, MisconfigurationException, torch.OutOfMemoryError)
 """Errors with messages of their own: those of our checks and of the machine."""
 
 
 class CheckpointConnector(_CheckpointConnector):
-    """Lightning's connector with checks of each part that it restores.
+    """Lightning's connector, with a `DamagedError` for any error while it restores a part.
 
-    Lightning and torch trust the content: an empty list of optimiser states restores nothing, and a scheduler's state
-    replaces all attributes that it names. Here a part with other sizes than its object is a `DamagedError`, and so is
-    any other error while a part is restored. Lightning's names are private here, since it has no public way to come
+    Lightning and torch do not compare sizes: an empty list of optimiser states restores nothing. Here the numbers and
+    the shapes of states are compared first. Lightning's names are private here, since it has no public way to come
     between the file and the parts that it restores: a callback sees the content only before the first one.
     """
 
@@ -51,22 +44,12 @@ class CheckpointConnector(_CheckpointConnector):
 
     def restore_datamodule(self) -> None:
         """Restore the state of the data module."""
-        name = type(self.trainer.datamodule).__qualname__  # type: ignore[attr-defined]  # Lightning sets it
-        state = self._loaded_checkpoint.get(name)
-        with self._restoring(f"the state of {name}"):
-            if name in self._loaded_checkpoint and not isinstance(state, dict):
-                raise wrong(name, state, "a mapping")
+        with self._restoring("the state of the data"):
             super().restore_datamodule()
 
     def restore_callbacks(self) -> None:
         """Restore the states of the callbacks."""
-        if not self._loaded_checkpoint:
-            return
-        with self._restoring("the callbacks"):
-            states = self._loaded_checkpoint.get("callbacks", {})
-            for callback in self.trainer.callbacks:  # type: ignore[attr-defined]
-                if callback.state_key in states:
-                    check_like(states[callback.state_key], callback.state_dict(), type(callback).__name__)
+        with self._restoring("the state of a callback"):
             super().restore_callbacks()
 
     def restore_precision_plugin_state(self) -> None:
@@ -78,22 +61,12 @@ class CheckpointConnector(_CheckpointConnector):
         """Restore the counters of the loops."""
         if not self._loaded_checkpoint:
             return
+        fits = self.trainer.state.fn == TrainerFn.FITTING
         with self._restoring("the loops"):
-            fn = self.trainer.state.fn
-            assert fn is not None
-            name = _LOOPS[fn]
-            saved = self._loaded_checkpoint.get("loops")
-            if saved is not None:
-                if name not in saved:
-                    raise ValueError(f"loops has no {name}")
-                new = getattr(self.trainer, name).state_dict()
-                del new["state_dict"]  # Lightning adds the loaders' states to those of a new loop
-                check_like(saved[name], new, name)
-                check_counts({key: saved[name][key] for key in new}, name)
-            elif fn == TrainerFn.FITTING:
+            if fits and self._loaded_checkpoint.get("loops") is None:
                 raise ValueError(_only_a_model("loops"))
             super().restore_loops()
-            if fn == TrainerFn.FITTING:
+            if fits:
                 loop: Any = self.trainer.fit_loop
                 loop._load_combined_loader_states = partial(self._restore_loaders, loop._load_combined_loader_states)
 
@@ -124,18 +97,13 @@ class CheckpointConnector(_CheckpointConnector):
             saved, optimizers = self._loaded_checkpoint["optimizer_states"], self.trainer.optimizers
             _check_number(saved, optimizers, "optimizer_states")
             for i, (state, optimizer) in enumerate(zip(saved, optimizers, strict=True)):
-                check_optimizer(
-                    state, optimizer, f"optimizer_states[{i}]", has_stepped=self._loaded_checkpoint["global_step"] > 0
-                )
+                check_optimizer(state, optimizer, f"optimizer_states[{i}]")
             super().restore_optimizers()
 
     def restore_lr_schedulers(self) -> None:
         """Restore the states of the learning rate schedules."""
         with self._restoring("the learning rate schedule"):
-            saved, configs = self._loaded_checkpoint["lr_schedulers"], self.trainer.lr_scheduler_configs
-            _check_number(saved, configs, "lr_schedulers")
-            for i, (state, config) in enumerate(zip(saved, configs, strict=True)):
-                check_scheduler(state, config.scheduler, f"lr_schedulers[{i}]")
+            _check_number(self._loaded_checkpoint["lr_schedulers"], self.trainer.lr_scheduler_configs, "lr_schedulers")
             super().restore_lr_schedulers()
 
     def restore_optimizers_and_schedulers(self) -> None:
@@ -154,7 +122,7 @@ class CheckpointConnector(_CheckpointConnector):
         except DamagedError:
             raise
         except _EXPECTED as error:
-            if type(error) is ValueError and "checkpoint" not in str(error):
+            if isinstance(error, ValueError) and "checkpoint" not in str(error):
                 raise DamagedError(f"{path} can't be restored: {error}") from error
             raise
         except Exception as error:
@@ -176,40 +144,16 @@ def _check_number(saved: Any, objects: Any, where: str) -> None:
         raise wrong(where, saved, f"a list of {len(objects)}")
 
 
-def check_scheduler(saved: Any, scheduler: Any, where: str) -> None:
-    """Check the state of a schedule: it may replace only the attributes that a new schedule saves.
-
-    Args:
-        saved: The state in the checkpoint.
-        scheduler: A new schedule, which is to load it.
-        where: The name of the state, for messages.
-
-    Raises:
-        ValueError: If it has another structure. The message names the part, its value and the expected structure.
-    """
-    new = scheduler.state_dict()
-    # Other versions of torch save other names.
-    check_like(saved, {name: new[name] for name in new if name in saved or name == "last_epoch"}, where)
-    _check_unset(saved, new, where)
-    for name in saved.keys() - new.keys():
-        if not isinstance(name, str) or hasattr(scheduler, name):
-            raise ValueError(f"{where} has {name!r}, which is not part of the state of a {type(scheduler).__name__}")
-
-
-def check_optimizer(saved: Any, optimizer: Optimizer, where: str, *, has_stepped: bool) -> None:
-    """Compare the options of an optimiser's groups, and the sizes in its state, with those of a new one.
-
-    Which names a state has is known after a step alone. So the parameters of a group that have as many dimensions must
-    have the same names, with values of the same kinds.
+def check_optimizer(saved: Any, optimizer: Optimizer, where: str) -> None:
+    """Compare the sizes in the state of an optimiser with those of a new one, which torch does not do.
 
     Args:
         saved: The state in the checkpoint.
         optimizer: A new optimiser, which is to load it.
         where: The name of the state, for messages.
-        has_stepped: Whether the run has made steps, so that the state must not be empty.
 
     Raises:
-        ValueError: If a part differs. The message names the part, its value and the expected one.
+        ValueError: If a size differs. The message names the part, its value and the expected one.
     """
     groups = optimizer.param_groups
     sizes, expected = [len(group["params"]) for group in saved["param_groups"]], [len(g["params"]) for g in groups]
@@ -219,51 +163,14 @@ def check_optimizer(saved: Any, optimizer: Optimizer, where: str, *, has_stepped
             "another optimizer or decay_biases_and_gains made them; start a new run from its weights with "
             "--init_weights in place of --ckpt_path"
         )
-    if has_stepped and not saved["state"] and _keeps_state(optimizer):
-        raise ValueError(f"{where}.state is empty, though the run has made steps")
-    parameters: dict[Any, Tensor] = {}
-    of_group: dict[Any, int] = {}
-    for i, (old, group) in enumerate(zip(saved["param_groups"], groups, strict=True)):
-        options = {name: value for name, value in group.items() if name != "params"}
-        check_like(old, options, f"{where}.param_groups[{i}]")
-        _check_unset(old, options, f"{where}.param_groups[{i}]")
-        parameters |= dict(zip(old["params"], group["params"], strict=True))
-        of_group |= dict.fromkeys(old["params"], i)
-    first: dict[Any, dict[str, Any]] = {}  # the kinds of values, by group and number of dimensions
-    for number, state in saved["state"].items():
-        shape = parameters[number].shape
-        kinds = {name: _kind(value, len(shape)) for name, value in state.items()}
-        if kinds != first.setdefault((of_group[number], len(shape)), kinds):
-            raise ValueError(f"{where}.state[{number}] has other parts than the states of similar parameters")
-        for name, value in state.items():
-            if name == "step" and (kinds[name] != "number" or not float(value) >= 0):
-                raise wrong(f"{where}.state[{number}].step", value, "a count")
-            # The state of a parameter has its shape, or 1 where it is shared along a dimension.
-            same_rank = isinstance(value, (Tensor, Divided)) and len(value.shape) == len(shape)
-            if same_rank and any(n not in (1, m) for n, m in zip(value.shape, shape, strict=True)):
-                at = f"{where}.state[{number}].{name}"
-                raise wrong(at, value, f"a tensor for a parameter of shape {tuple(shape)}")
-
-
-def _check_unset(saved: Any, new: Any, where: str) -> None:
-    """Check that an option without a value in a new object, such as a number that a run sets, has at most a number."""
-    for name, value in new.items():
-        if value is None and not isinstance(saved.get(name), (int, float, type(None))):
-            raise wrong(f"{where}.{name}", saved[name], "a number or None")
-
-
-def _kind(value: Any, n_dims: int) -> Any:
-    """Return what the states of similar parameters share: a number, a tensor of their dimensions, or a type."""
-    if isinstance(value, (Tensor, Divided)):
-        return "parameter" if len(value.shape) == n_dims else "tensor" if len(value.shape) else "number"
-    return "number" if isinstance(value, (int, float)) else type(value)
-
-
-def _keeps_state(optimizer: Optimizer) -> bool:
-    """Return whether a step leaves a state: of SGD only with momentum, of a user's class it is not known."""
-    if isinstance(optimizer, SGD):
-        return any(group["momentum"] for group in optimizer.param_groups)
-    return type(optimizer).__module__.startswith(("torch.", "lit_effattn."))
+    for old, group in zip(saved["param_groups"], groups, strict=True):
+        for number, parameter in zip(old["params"], group["params"], strict=True):
+            for name, value in saved["state"].get(number, {}).items():
+                # The state of a parameter has its shape, or 1 where it is shared along a dimension.
+                same_rank = isinstance(value, (Tensor, Divided)) and len(value.shape) == parameter.ndim
+                if same_rank and any(n not in (1, m) for n, m in zip(value.shape, parameter.shape, strict=True)):
+                    at = f"{where}.state[{number}].{name}"
+                    raise wrong(at, value, f"a tensor for a parameter of shape {tuple(parameter.shape)}")
 
 
 def _listed(sizes: list[int]) -> str:

@@ -5,9 +5,8 @@ from typing import Any
 import pytest
 import torch
 
-from lit_effattn.callbacks.random_states import _capture
 from lit_effattn.checkpoints.files import DamagedError, read
-from lit_effattn.checkpoints.shape import MAX_DEPTH, check_contents, check_like, check_plain
+from lit_effattn.checkpoints.shape import MAX_DEPTH, check_plain
 
 
 def bomb(levels: int) -> list[Any]:
@@ -50,34 +49,3 @@ def test_what_no_checkpoint_holds(tmp_path: Any):
 def test_what_checkpoints_do_hold():
     tied = torch.zeros(4, 4)
     check_plain({"a": tied, "b": tied, "c": tied.T, "d": tied[:, 1:], "deep": deep(MAX_DEPTH - 2), "many": bomb(3)})
-
-
-def test_versions_of_lightning():
-    for value in ["2.6.6", "2.5.0.dev20240101", "2.6.0rc1", "1.9.0+cu118", "2.6.6.post0"]:
-        check_contents({"state_dict": {}, "pytorch-lightning_version": value})
-
-
-def test_the_position_of_a_random_state_is_in_its_memory():
-    """At a position beyond the words of its generator, NumPy would read outside of them."""
-    states = _capture(torch.device("cpu"))
-    check_contents({"state_dict": {}, "random_states": [states]})
-    for position in (625, -1, None):
-        states["numpy"][2] = position
-        with pytest.raises(ValueError, match=r"random_states\[0\]\.numpy"):
-            check_contents({"state_dict": {}, "random_states": [states]})
-
-
-def test_a_state_unlike_the_new_one():
-    for saved, new, words in [
-        ({}, {"lr": 0.1}, "it has no 'lr'"),
-        ({"lr": "x"}, {"lr": 0.1}, "it.lr is the text 'x', not a number"),
-        ({"t": torch.zeros(3)}, {"t": torch.zeros(2)}, r"shape \(3,\), not a tensor of shape \(2,\)"),
-        ({"of": None}, {"of": {"n": 1}}, "it.of is None, not a mapping"),
-    ]:
-        with pytest.raises(ValueError, match=words):
-            check_like(saved, new, "it")
-
-
-def test_a_state_like_the_new_one():
-    new = {"n": 3, "x": None, "best": float("inf"), "lr": 0.1, "of": {}}
-    check_like({**new, "n": 0.5, "x": "any", "best": torch.tensor(1.0), "more": 7, "of": {1: 2}}, new, "it")

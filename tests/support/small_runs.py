@@ -14,6 +14,7 @@ from tests.support.commands import last, spec
 from tests.support.tones import Tones
 
 _TRANSFORMER: dict[str, Any] = {"d_model": 16, "n_heads": 2, "n_layers": 1}
+_SMALLER = {**_TRANSFORMER, "d_model": 8}
 _OPTIMIZATION = {
     "optimizer": spec("torch.optim.RAdam", lr=0.001),
     "lr_scheduler": spec("WarmupCosine", total_steps=40, warmup_steps=3),
@@ -68,17 +69,74 @@ SETTINGS: dict[str, dict[str, Any]] = {
         ),
         "trainer": _TRAINER,
     },
+    "pairs": {
+        "seed_everything": 3,
+        "model": spec(
+            "SequenceToSequence",
+            backbone=spec(
+                "EncoderDecoder",
+                encoder=spec("Transformer", **_SMALLER, attention="LinearAttention", causal=False),
+                decoder=spec(
+                    "Transformer",
+                    **_SMALLER,
+                    attention="LinearAttention",
+                    cross_attention={"class_path": "PerformerCrossAttention"},
+                ),
+            ),
+            metrics=["error_rate"],
+            **_OPTIMIZATION,
+        ),
+        "data": spec(
+            "SequencePairs",
+            corpus="files",
+            root="pairs",
+            source_tokens="characters",
+            target_tokens="characters",
+            batch_tokens=120,
+        ),
+        "trainer": _TRAINER,
+    },
+    "classes": {
+        "seed_everything": 3,
+        "model": spec("SequenceClassifier", backbone=spec("LSTM", d_model=8, n_layers=1), **_OPTIMIZATION),
+        "data": spec("LabelledTexts", root="texts", batch_tokens=60, max_len=30),
+        "trainer": _TRAINER,
+    },
+    "masked": {
+        "seed_everything": 3,
+        "model": spec(
+            "MaskedLanguageModel",
+            backbone=spec("Transformer", **_SMALLER, attention="SoftmaxAttention", causal=False, dropout=0.2),
+            **_OPTIMIZATION,
+        ),
+        "data": spec(
+            "TextStream",
+            source="files",
+            root="texts",
+            tokens="characters",
+            documents="whole",
+            segment_len=64,
+            batch_size=2,
+        ),
+        "trainer": _TRAINER,
+    },
 }
 
 
 def write_data(task: str) -> None:
     """Write the data of a task into the current folder."""
-    if task == "language":
+    if task in ("language", "masked"):
         for split, sizes in (("train", (6, 1, 4)), ("val", (3,)), ("test", (2, 1))):
             for i, n in enumerate(sizes):
                 path = Path("texts", split, f"{i}.txt")
                 path.parent.mkdir(parents=True, exist_ok=True)
                 path.write_text("".join(f"{k} birds sit on {k * k} wires\n" for k in range(n)), encoding="utf-8")
+    if task in ("pairs", "classes"):
+        folder = Path({"pairs": "pairs", "classes": "texts"}[task])
+        folder.mkdir()
+        for split, n in (("train", 40), ("val", 9), ("test", 11)):
+            lines = [f"{'ab'[i % 2] * (1 + i % 7)} {i % 10}\t{'AB'[i % 2]}\n" for i in range(n)]
+            (folder / f"{split}.tsv").write_text("".join(lines), encoding="utf-8")
     if task == "speech":
         tones = Tones()
         tones.prepare()

@@ -77,8 +77,9 @@ def files(
             unequal numbers of lines, or a .csv is not valid.
     """
     paths = _paths(root, suffixes)
+    read: Callable[..., Iterator[Record | Fault]] = _aligned if suffixes else read_records
     reads: dict[str, _Pairs] = {
-        split: partial(_aligned, *of_split) if suffixes else partial(_recorded, of_split[0], columns, numbers)
+        split: partial(_paired, partial(read, *of_split, columns), columns, numbers)
         for split, of_split in paths.items()
     }
     stats = [
@@ -138,7 +139,8 @@ def huggingface(path: str, subset: str | None, columns: tuple[str, str], *, numb
     remedy = "text_column and label_column" if numbers else "source_column and target_column"
     rows, identity = hugging_face.load_splits(f"path={path!r}", path, subset, columns, remedy)
     reads: dict[str, _Pairs] = {
-        split: partial(_of_rows, f"{path} {split}", of_split, columns, numbers) for split, of_split in rows.items()
+        split: partial(_paired, partial(of_rows, f"{path} {split}", of_split), columns, numbers)
+        for split, of_split in rows.items()
     }
     return PairSource("huggingface", with_held_out(reads), [identity, numbers])
 
@@ -186,22 +188,15 @@ def _in_buckets(read: _Pairs, buckets: set[int]) -> Iterator[Pair | Fault]:
             yield item
 
 
-def _recorded(path: Path, columns: tuple[str, str], numbers: bool) -> Iterator[Pair | Fault]:
-    return _paired(read_records(path, columns), columns, numbers)
-
-
-def _of_rows(title: str, rows: Iterable[Any], columns: tuple[str, str], numbers: bool) -> Iterator[Pair | Fault]:
-    return _paired(of_rows(title, rows), columns, numbers)
-
-
-def _aligned(source: Path, target: Path) -> Iterator[Pair | Fault]:
+def _aligned(source: Path, target: Path, columns: tuple[str, str]) -> Iterator[Record | Fault]:
+    """Yield line i of both files as the two columns of record i."""
     counts = [0, 0]
     for lines in zip_longest(read_lines(source), read_lines(target)):
         counts = [count + (line is not None) for count, line in zip(counts, lines, strict=True)]
         if None not in lines:
             (where, *_), texts = lines[0], [text for _, text in lines]
             fault = next((text for text in texts if isinstance(text, Fault)), None)
-            yield fault or next(_paired([Record(where, dict(zip(Pair._fields, texts, strict=True)))], Pair._fields))
+            yield fault or Record(where, dict(zip(columns, texts, strict=True)))
     if counts[0] != counts[1]:
         raise ValueError(
             f"{source} has {counts[0]:,} lines, but {target} has {counts[1]:,}: line i of one must belong to line i of "
@@ -210,8 +205,8 @@ def _aligned(source: Path, target: Path) -> Iterator[Pair | Fault]:
 
 
 def _paired(
-    records: Iterable[Record | Fault], columns: tuple[str, ...], numbers: bool = False
+    read: Callable[[], Iterable[Record | Fault]], columns: tuple[str, ...], numbers: bool
 ) -> Iterator[Pair | Fault]:
-    for record in records:
+    for record in read():
         texts = record if isinstance(record, Fault) else record.texts(columns, numbers=numbers)
         yield texts if isinstance(texts, Fault) else Pair(*texts)

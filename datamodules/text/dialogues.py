@@ -123,6 +123,13 @@ class GroundedDialogues(TextStream):
 class DialogueStreams(TokenStreams):
     """A data set whose item t is the t-th segment of each of this process's streams of conversations.
 
+    Args:
+        conversations: The passages of each.
+        passages: Their tokens.
+        start: The token that begins a conversation, and ends every passage.
+        packed: See `GroundedDialogues`.
+        options: As for `TokenStreams`.
+
     Raises:
         ValueError: If there are fewer conversations than streams, or a passage has no tokens.
     """
@@ -133,22 +140,14 @@ class DialogueStreams(TokenStreams):
         passages: StoredArray,
         *,
         start: int,
-        segment_len: int,
-        batch_size: int,
-        num_replicas: int,
-        rank: int,
         packed: bool = False,
+        **options: Any,
     ) -> None:
         all_passages = [passage for conversation in conversations for passage in conversation]
         lengths = passages.lengths() + 1  # with the end
         if len(all_passages) != len(lengths):
             raise ValueError(
                 f"{len(all_passages)} passages have {len(lengths)} texts with tokens; every passage needs one"
-            )
-        if len(conversations) < batch_size * num_replicas:
-            raise ValueError(
-                f"batch_size={batch_size} in each of {num_replicas} processes needs as many conversations, but there "
-                f"are {len(conversations)}; use a smaller one"
             )
         borders = np.concatenate([[0], np.cumsum(lengths)])
         tokens = np.full(borders[-1], start, np.promote_types(passages.rows.dtype, np.min_scalar_type(start)))
@@ -159,19 +158,21 @@ class DialogueStreams(TokenStreams):
             tokens,
             borders[np.cumsum([0, *map(len, conversations)])],
             start=start,
-            segment_len=segment_len,
-            batch_size=batch_size,
-            num_replicas=num_replicas,
-            rank=rank,
             joined=False,
             packed=packed,
             drop_last=False,
+            **options,
         )
+        if len(conversations) < len(self.ends):
+            raise ValueError(
+                f"batch_size={self.batch_size} in each of {self.num_replicas} processes needs as many conversations, "
+                f"but there are {len(conversations)}; use a smaller one"
+            )
         # No stream begins within a conversation.
         last = np.searchsorted(self.first, self.ends)  # the conversation after each stream
         if packed:  # the units that are cut into segments are the streams
             self.borders = self.documents[np.append(0, last)]
-            self.first = np.append(0, np.cumsum(-(-np.diff(self.borders) // segment_len)))
+            self.first = np.append(0, np.cumsum(-(-np.diff(self.borders) // self.segment_len)))
             last = np.arange(1, len(last) + 1)
         self.ends = self.first[last]
         self.begins = np.concatenate([[0], self.ends[:-1]])

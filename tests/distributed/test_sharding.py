@@ -60,8 +60,8 @@ SHARED_UV = partial(TransformerXLAttention, mem_len=5, share_uv=True)
 PERFORMER = partial(PerformerAttention, n_features=6, chunk_size=4)
 
 
-def stack(attention: Any, **options: Any) -> Transformer:
-    return Transformer(E, H, 2, attention=attention, **{"positions": "auto", "init": "pytorch", **options})
+def stack(attention: Any, n_heads: int = H, **options: Any) -> Transformer:
+    return Transformer(E, n_heads, 2, attention=attention, **{"positions": "auto", "init": "pytorch", **options})
 
 
 def language(attention: Any, **options: Any) -> LanguageModel:
@@ -123,8 +123,7 @@ EVERY |= {"compiled": compiled, "attention transfer": transfer}
 CASES = {"quick": QUICK, "every": EVERY}
 
 
-def four_heads(attention: Any, **options: Any) -> Transformer:
-    return Transformer(E, 4, 2, attention=attention, **{"positions": "auto", "init": "pytorch", **options})
+four_heads = partial(stack, n_heads=4)
 
 
 def source_and_target() -> SequenceToSequence:
@@ -267,6 +266,14 @@ PARTS = partial(ShardedStrategy, save_distributed_checkpoint=True)
 HEADS = partial(ShardedStrategy, tensor_parallel_size=P)
 
 
+def trainer(strategy: Any, **options: Any) -> pl.Trainer:
+    quiet = dict.fromkeys(("logger", "enable_progress_bar", "enable_model_summary"), False)
+    n = P if dist.is_initialized() else 1
+    return pl.Trainer(
+        accelerator="cpu", devices=n, strategy=strategy, use_distributed_sampler=False, **quiet, **options
+    )
+
+
 def run(folder: Path, steps: int, strategy: Any, ckpt_path: Path | None = None, kind: Any = PERFORMER) -> Path:
     """Train to a step; return the last checkpoint."""
     torch.manual_seed(0)
@@ -274,23 +281,17 @@ def run(folder: Path, steps: int, strategy: Any, ckpt_path: Path | None = None, 
     task = PixelModel(backbone, (2, 3, 2), n_levels=V, optimizer=adamw, decay_biases_and_gains=False).double()
     redraw = [FeatureRedraw(1)] if hasattr(kind(E, H), "redraw") else []
     callbacks = [*redraw, ClipEachParameter(0.1), CheckFinite(), RandomStates(), LastCheckpoint(keep=4)]
-    trainer = pl.Trainer(
+    made = trainer(
+        strategy,
         default_root_dir=folder,
-        accelerator="cpu",
-        devices=P if dist.is_initialized() else 1,
-        strategy=strategy,
         max_epochs=steps // 2,
         accumulate_grad_batches=2,
         gradient_clip_val=0.5,
         callbacks=[*callbacks, SampleGrid(n_samples=1)],
         plugins=[AtomicCheckpointIO()],
-        use_distributed_sampler=False,
-        logger=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
     )
     loaders = [DataLoader(Levels(strategy), batch_size=None, shuffle=False) for _ in range(2)]
-    trainer.fit(task, *loaders, ckpt_path=ckpt_path)
+    made.fit(task, *loaders, ckpt_path=ckpt_path)
     return folder / "checkpoints" / "last.ckpt"
 
 
@@ -298,17 +299,8 @@ def scored(strategy: Any) -> dict[str, float]:
     """Validate on two batches; return the figures."""
     torch.manual_seed(0)
     task = speech(stack(LinearAttention, causal=False)).double()
-    trainer = pl.Trainer(
-        accelerator="cpu",
-        devices=P if dist.is_initialized() else 1,
-        strategy=strategy,
-        use_distributed_sampler=False,
-        logger=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-    )
     batches = [batch(task, step, place(strategy)[1]) for step in range(2)]
-    (figures,) = trainer.validate(task, DataLoader(batches, batch_size=None), verbose=False)
+    (figures,) = trainer(strategy).validate(task, DataLoader(batches, batch_size=None), verbose=False)
     return dict(figures)
 
 
@@ -317,9 +309,8 @@ def with_dropout(rank: int) -> Tensor:
     torch.manual_seed(rank)
     task = LanguageModel(stack(LinearAttention, dropout=0.5), V)
     torch.manual_seed(10 + rank)
-    quiet = dict.fromkeys(("logger", "enable_progress_bar", "enable_model_summary", "enable_checkpointing"), False)
-    trainer = pl.Trainer(accelerator="cpu", devices=P, strategy=HEADS(), max_steps=2, **quiet)
-    trainer.fit(task, DataLoader([batch(task, step, 0) for step in range(2)], batch_size=None))
+    batches = DataLoader([batch(task, step, 0) for step in range(2)], batch_size=None)
+    trainer(HEADS(), max_steps=2, enable_checkpointing=False).fit(task, batches)
     return next(task.embedding.parameters()).full_tensor().detach()  # type: ignore[attr-defined]
 
 
@@ -358,23 +349,12 @@ def carry(
 ) -> Path:
     """Train for two steps with a memory, of which each process has its own; return the last checkpoint."""
     torch.manual_seed(0)
-    trainer = pl.Trainer(
-        default_root_dir=folder,
-        accelerator="cpu",
-        devices=P if dist.is_initialized() else 1,
-        strategy=strategy,
-        max_steps=2,
-        callbacks=[MemoryCarry(), LastCheckpoint(every_n_train_steps=1, **kept), *more],
-        plugins=[AtomicCheckpointIO()],
-        use_distributed_sampler=False,
-        logger=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-    )
+    callbacks = [MemoryCarry(), LastCheckpoint(every_n_train_steps=1, **kept), *more]
+    made = trainer(strategy, default_root_dir=folder, max_steps=2, callbacks=callbacks, plugins=[AtomicCheckpointIO()])
     task = language(kind).double()
     steps = [0, 1] if ckpt_path is None else [1, 1]  # a loader that can't resume begins anew
     batches = [batch(task, step, place(strategy)[1]) for step in steps]
-    trainer.fit(task, DataLoader(batches, batch_size=None), ckpt_path=ckpt_path)
+    made.fit(task, DataLoader(batches, batch_size=None), ckpt_path=ckpt_path)
     return folder / "checkpoints" / "last.ckpt"
 
 
@@ -484,27 +464,18 @@ def test_four_processes_divide_heads_and_batches(folder: Path):
         assert_like_one(f"heads of {name}", make, found)
 
 
-def test_a_run_is_that_of_one_process_and_resumes_exactly(folder: Path, found: list[dict[str, Any]]):
-    names = ("one", "whole", "from whole", "from one")
-    one, whole, resumed, other_number = (folder / name / "checkpoints" / "last.ckpt" for name in names)
-    assert_same_end(whole, resumed)
-    one, *others = (torch.load(path, weights_only=True) for path in (one, whole, other_number))
+@pytest.mark.parametrize(("name", "more"), [("whole", ["from one"]), ("heads", [])])
+def test_a_run_is_that_of_one_process_and_resumes_exactly(name: str, more: list[str], folder: Path, found: list[Any]):
+    """Also where the run was begun by another number of processes."""
+    paths = {run: folder / run / "checkpoints" / "last.ckpt" for run in ("one", name, f"from {name}", *more)}
+    assert_same_end(paths[name], paths[f"from {name}"])
+    one = read_checkpoint(paths["one"])
     assert one["global_step"] == 4
-    for other in others:
+    for other in (read_checkpoint(paths[run]) for run in (name, *more)):
         assert other.keys() == one.keys()
         for part in ("state_dict", "optimizer_states", "lr_schedulers"):
             torch.testing.assert_close(other[part], one[part])
-    assert len(list((folder / "whole" / "samples").iterdir())) == 2
-
-
-def test_a_run_with_divided_heads_is_that_of_one_process_and_resumes_exactly(folder: Path, found: list[Any]):
-    one, heads, resumed = (folder / name / "checkpoints" / "last.ckpt" for name in ("one", "heads", "from heads"))
-    assert_same_end(heads, resumed)
-    saved, other = read_checkpoint(one), read_checkpoint(heads)
-    assert other.keys() == saved.keys()
-    for part in ("state_dict", "optimizer_states", "lr_schedulers"):
-        torch.testing.assert_close(other[part], saved[part])
-    assert len(list((folder / "heads" / "samples").iterdir())) == 2
+    assert len(list((folder / name / "samples").iterdir())) == 2
 
 
 def test_processes_that_divide_heads_drop_alike(found: list[dict[str, Any]]):

@@ -16,8 +16,7 @@ from lit_effattn.checkpoints.files import whole
 from lit_effattn.checkpoints.printable import printable
 from lit_effattn.checkpoints.runs import short
 from lit_effattn.checkpoints.shipped import model_path
-from lit_effattn.settings.own_classes import add_trust
-from lit_effattn.settings.parsers import tool_parser
+from lit_effattn.settings.tools import add_trust, tool_parser
 
 
 def _parser() -> argparse.ArgumentParser:

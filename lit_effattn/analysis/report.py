@@ -34,9 +34,7 @@ from lit_effattn.checkpoints.printable import printable
 from lit_effattn.checkpoints.runs import LAST, PREVIOUS, find_checkpoint, is_checkpoint, output_folder, short
 from lit_effattn.checkpoints.shipped import is_model
 from lit_effattn.settings.defaults import split
-from lit_effattn.settings.own_classes import add_trust
-from lit_effattn.settings.parsers import tool_parser
-from lit_effattn.settings.run_names import ROOT
+from lit_effattn.settings.tools import ROOT, add_trust, tool_parser
 from lit_effattn.tasks import Task
 
 _PICTURES_OF_TRAINING = 4

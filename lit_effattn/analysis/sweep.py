@@ -26,9 +26,7 @@ from lit_effattn.hparams import parameters
 from lit_effattn.nn.lstm import LSTM
 from lit_effattn.settings.arguments import Arguments, File
 from lit_effattn.settings.kinds import attention_kinds, full_names, own_kind
-from lit_effattn.settings.own_classes import add_trust
-from lit_effattn.settings.parsers import tool_parser
-from lit_effattn.settings.run_names import ROOT
+from lit_effattn.settings.tools import ROOT, add_trust, tool_parser
 from lit_effattn.stopping import SIGNALS, Stopped
 
 FACTORS = (1 / 3, 1, 3)

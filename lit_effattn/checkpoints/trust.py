@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import importlib
 import re
+import site
 import sys
+import sysconfig
+import traceback
 from collections.abc import Sequence
 from difflib import get_close_matches
 from importlib.machinery import ModuleSpec, PathFinder
@@ -12,7 +15,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, ClassVar, NamedTuple
 
-from lit_effattn.checkpoints.import_errors import import_error, is_installed
+from lit_effattn.checkpoints.runs import short
 
 
 class NotAllowedError(ValueError):
@@ -153,3 +156,37 @@ def may_name_modules(text: str, *, in_file: bool = False) -> None:
     _CurrentFolder.words.update(re.findall(r"[^\W\d]\w*", text))
     if _CurrentFolder not in sys.meta_path:
         sys.meta_path.append(_CurrentFolder)
+
+
+# ----------------------------------------------------------------------------------------- errors in the user's modules
+
+_PACKAGE = Path(__file__).resolve().parent.parent
+FOLDERS = (_PACKAGE, *((_PACKAGE / name).resolve() for name in ("callbacks", "datamodules")))
+"""The folders of this distribution."""
+
+
+def import_error(error: Exception) -> str:
+    """Return `file, line N: message` for an exception that importing a module raised.
+
+    The line is the last one in the traceback that belongs neither to Python, nor to an installed package, nor to this
+    package.
+    """
+    if isinstance(error, SyntaxError):
+        return f"{short(error.filename or '')}, line {error.lineno}: {type(error).__name__}: {error.msg}"
+    frames = [
+        frame
+        for frame in traceback.extract_tb(error.__traceback__)
+        if not frame.filename.startswith("<") and not is_installed(Path(frame.filename).resolve())
+    ]
+    message = str(error) or type(error).__name__
+    if not frames:
+        return message
+    return f"{short(frames[-1].filename)}, line {frames[-1].lineno}: {type(error).__name__}: {message}"
+
+
+def is_installed(file: Path) -> bool:
+    """Return whether a file is part of Python, of an installed package or of this distribution."""
+    paths = sysconfig.get_paths()
+    folders = [*(paths[key] for key in ("stdlib", "platstdlib", "purelib", "platlib")), *site.getsitepackages()]
+    folders.append(site.getusersitepackages())
+    return any(file.is_relative_to(folder) for folder in [*(Path(folder).resolve() for folder in folders), *FOLDERS])

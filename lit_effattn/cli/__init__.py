@@ -12,8 +12,7 @@ from typing import NoReturn
 
 from lit_effattn.checkpoints.printable import printable
 from lit_effattn.checkpoints.trust import may_name_modules
-from lit_effattn.settings.own_classes import add_trust
-from lit_effattn.settings.parsers import tool_parser
+from lit_effattn.settings.tools import add_trust, tool_parser
 from lit_effattn.stopping import Stopped, stoppable
 
 # Lightning 2.6 itself uses deprecated functions of jsonargparse; users cannot change that.

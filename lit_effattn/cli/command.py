@@ -55,11 +55,9 @@ from lit_effattn.distributed.sharding import ShardedStrategy
 from lit_effattn.nn.transfer import begin_transfer
 from lit_effattn.settings.arguments import Arguments
 from lit_effattn.settings.building import Builder, build_data, direct
-from lit_effattn.settings.configuration import Configuration
 from lit_effattn.settings.defaults import TRAINER
 from lit_effattn.settings.derived import leave_out, set_strides, set_windows
 from lit_effattn.settings.initial_weights import add_missing, remedy
-from lit_effattn.settings.own_classes import TRUST
 from lit_effattn.settings.resume import (
     CHECKPOINT,
     OF_FIT,
@@ -70,8 +68,8 @@ from lit_effattn.settings.resume import (
     resolve,
     section,
 )
-from lit_effattn.settings.run_folder import RUN, is_first, run_folder
-from lit_effattn.settings.run_names import ROOT, stated_root
+from lit_effattn.settings.run_folder import RUN, Configuration, is_first, run_folder, stated_root
+from lit_effattn.settings.tools import ROOT, TRUST
 from lit_effattn.settings.trainer import (
     Trainer,
     announce_if_never_validated,

@@ -20,9 +20,8 @@ from lit_effattn.datamodules.text.tokenizers import Tokenizer
 from lit_effattn.drawing import images as pictures
 from lit_effattn.settings.arguments import Arguments
 from lit_effattn.settings.building import build_data
-from lit_effattn.settings.own_classes import TRUST
 from lit_effattn.settings.resume import SECTIONS
-from lit_effattn.settings.run_names import ROOT
+from lit_effattn.settings.tools import ROOT, TRUST
 
 N_SAMPLES = 3
 N_IMAGES = 16

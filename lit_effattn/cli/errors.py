@@ -21,13 +21,11 @@ from torch.nn import Module
 from lit_effattn.attention import Attention
 from lit_effattn.callbacks import LastCheckpoint
 from lit_effattn.checkpoints.build import members
-from lit_effattn.checkpoints.import_errors import import_error
-from lit_effattn.checkpoints.trust import find
-from lit_effattn.hparams import parameters
+from lit_effattn.checkpoints.trust import find, import_error
+from lit_effattn.hparams import parameters, subclasses
 from lit_effattn.nn.lstm import LSTM
 from lit_effattn.nn.transformer import Transformer
 from lit_effattn.settings.arguments import Arguments, Settings
-from lit_effattn.settings.own_classes import subclasses
 from lit_effattn.settings.resume import SECTIONS
 from lit_effattn.settings.shipped import shipped
 from lit_effattn.settings.trainer import Trainer

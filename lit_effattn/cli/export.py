@@ -9,9 +9,7 @@ from lit_effattn.checkpoints.io import read_checkpoint
 from lit_effattn.checkpoints.loading import load_model
 from lit_effattn.checkpoints.runs import find_checkpoint, output_folder, short
 from lit_effattn.interchange import export as exporting
-from lit_effattn.settings.own_classes import add_trust
-from lit_effattn.settings.parsers import tool_parser
-from lit_effattn.settings.run_names import add_root
+from lit_effattn.settings.tools import add_root, add_trust, tool_parser
 from lit_effattn.tasks.base import Task
 
 

@@ -11,8 +11,8 @@ from typing import Any, get_args, get_origin, get_type_hints
 import lightning.pytorch as pl
 from jsonargparse import ArgumentParser
 
+from lit_effattn.hparams import subclasses
 from lit_effattn.settings.arguments import Arguments
-from lit_effattn.settings.own_classes import subclasses
 from lit_effattn.tasks import Task
 
 _TITLES = {

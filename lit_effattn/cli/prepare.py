@@ -10,7 +10,7 @@ from lit_effattn.checkpoints.printable import printable
 from lit_effattn.checkpoints.runs import short
 from lit_effattn.datamodules.text.prepare import prepare as make
 from lit_effattn.datamodules.text.tokenizers import KINDS
-from lit_effattn.settings.parsers import tool_parser
+from lit_effattn.settings.tools import tool_parser
 
 
 def _parser() -> argparse.ArgumentParser:

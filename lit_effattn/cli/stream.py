@@ -20,9 +20,7 @@ from lit_effattn.checks import at_least
 from lit_effattn.cli.threads import few_threads
 from lit_effattn.datamodules.common.files import regular
 from lit_effattn.datamodules.speech.audio import AudioError, stream_audio, stream_pipe
-from lit_effattn.settings.own_classes import add_trust
-from lit_effattn.settings.parsers import tool_parser
-from lit_effattn.settings.run_names import add_root
+from lit_effattn.settings.tools import add_root, add_trust, tool_parser
 from lit_effattn.stopping import Receiver, Stopped, handle
 from lit_effattn.tasks.ctc import BeamDecoder
 from lit_effattn.tasks.kept_states import check_replaceable, load_stream, save_stream

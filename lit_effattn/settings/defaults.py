@@ -9,7 +9,7 @@ import lightning.pytorch as pl
 from lit_effattn.callbacks import LastCheckpoint
 from lit_effattn.checkpoints.trust import imported
 from lit_effattn.hparams import defaults
-from lit_effattn.settings.run_names import ROOT
+from lit_effattn.settings.tools import ROOT
 
 TRAINER = {"default_root_dir": ROOT, "log_every_n_steps": 10, "check_val_every_n_epoch": None}
 """Defaults of the command that are not those of Lightning's trainer."""

@@ -10,8 +10,7 @@ from typing import Any, get_origin
 
 import lit_effattn.attention
 from lit_effattn.attention import Attention
-from lit_effattn.checkpoints.import_errors import import_error
-from lit_effattn.checkpoints.trust import find
+from lit_effattn.checkpoints.trust import find, import_error
 from lit_effattn.hparams import parameters
 
 _SHARED = ("d_model", "n_heads", "causal")

@@ -21,7 +21,7 @@ from lit_effattn.checkpoints.shipped import is_model
 from lit_effattn.checkpoints.trust import find, imported, may_name_modules
 from lit_effattn.hparams import defaults, flat, subclasses
 from lit_effattn.settings.arguments import Arguments
-from lit_effattn.settings.run_names import root_of, stated_root
+from lit_effattn.settings.run_folder import is_child, root_of, stated_root
 from lit_effattn.settings.yaml_text import dump_yaml
 from lit_effattn.tasks import Task
 
@@ -275,11 +275,6 @@ def _early_stopping(settings: dict[str, Any]) -> list[dict[str, Any]]:
     given = given if isinstance(given, list) else [given]
     kinds = [(imported(str(c.get("class_path"))), section(c, "init_args")) for c in given]
     return [options for kind, options in kinds if kind is not None and issubclass(kind, pl.callbacks.EarlyStopping)]
-
-
-def is_child() -> bool:
-    """Return whether this process was started by another process of the same run (DDP)."""
-    return int(os.environ.get("LOCAL_RANK", 0)) > 0
 
 
 def fixed_by_data() -> set[str]:

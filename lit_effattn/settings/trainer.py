@@ -15,7 +15,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from lit_effattn.checkpoints.restoring import CheckpointConnector
 from lit_effattn.checkpoints.runs import named_or_new
 from lit_effattn.datamodules.common.bars import progress_bar
-from lit_effattn.settings.run_names import ROOT
+from lit_effattn.settings.tools import ROOT
 from lit_effattn.tasks.options import made
 
 

@@ -7,7 +7,7 @@ import pytest
 import yaml
 
 from lit_effattn.settings.arguments import Arguments, File
-from lit_effattn.settings.run_names import root_of, stated_root
+from lit_effattn.settings.run_folder import root_of, stated_root
 
 FILE = yaml.safe_load("""
 model:

@@ -1,18 +1,29 @@
-"""The option `--trust`, and subclasses."""
+"""Parsers of the commands without options for a model and data."""
 
 from __future__ import annotations
 
 import argparse
 from typing import Any
 
-from lit_effattn.hparams import subclasses
-
-__all__ = ["TRUST", "add_trust", "subclasses"]
+ROOT = "runs"
+"""The default of `trainer.default_root_dir`: the folder that holds all runs."""
 
 TRUST = (
     "A module of your own, or the full name of a class, that a checkpoint from somebody else, or one outside of your "
     "runs, may name although it is not on lit-effattn's list. May be given several times."
 )
+
+
+def tool_parser(command: str, description: str, **options: Any) -> argparse.ArgumentParser:
+    """Return a parser for `lit-effattn COMMAND`, without abbreviations of options."""
+    return argparse.ArgumentParser(f"lit-effattn {command}", description=description, allow_abbrev=False, **options)
+
+
+def add_root(parser: argparse.ArgumentParser) -> None:
+    """Add the option `--trainer.default_root_dir`, the folder in which `last` and `best` look for runs."""
+    parser.add_argument(
+        "--trainer.default_root_dir", dest="root", default=ROOT, metavar="FOLDER", help=f"Of the runs; {ROOT}."
+    )
 
 
 def add_trust(parser: argparse.ArgumentParser) -> None:

@@ -11,7 +11,7 @@ from torch import nn
 
 from lit_effattn.checkpoints.io import read_checkpoint
 from lit_effattn.checkpoints.runs import short
-from lit_effattn.checkpoints.shape import dimensions
+from lit_effattn.checkpoints.shape import differences
 
 
 def average_parameters(
@@ -41,16 +41,11 @@ def average_parameters(
     }
     for path in paths[:-1]:
         earlier = read_checkpoint(path, map_location)["state_dict"]
-        _check_same_model(earlier, path, weights, paths[-1])
+        for name, of_a, of_b in differences(earlier, weights):
+            raise ValueError(
+                f"{short(path)} and {short(paths[-1])} hold different models, which can't be averaged: {name} is "
+                f"{of_a} in the first and {of_b} in the second; average fewer checkpoints"
+            )
         for name, total in sums.items():
             total += earlier[name]
     weights.update({name: (total / len(paths)).to(weights[name].dtype) for name, total in sums.items()})
-
-
-def _check_same_model(a: dict[str, Any], path_a: Path, b: dict[str, Any], path_b: Path) -> None:
-    for name in dict.fromkeys([*a, *b]):
-        if (of_a := dimensions(a.get(name))) != (of_b := dimensions(b.get(name))):
-            raise ValueError(
-                f"{short(path_a)} and {short(path_b)} hold different models, which can't be averaged: {name} is {of_a} "
-                f"in the first and {of_b} in the second; average fewer checkpoints"
-            )

@@ -129,7 +129,7 @@ class _Builder:
                 continue
         shown = repr(value)
         shown = shown if len(shown) < 80 else f"{shown[:77]}…"
-        raise NotAllowedError(f"{self.allowed.source} has {shown} as {where}, which must be {_described(annotation)}")
+        raise NotAllowedError(f"{self.allowed.source} has {shown} as {where}, which must be {described(annotation)}")
 
     def _as(self, value: Any, member: Any, where: str, given: Mapping[str, Any]) -> Any:
         """Return `value` as the type `member`, which is not a union."""
@@ -245,15 +245,13 @@ def is_built(kind: Any) -> bool:
     return kind.__module__ not in ("builtins", "collections.abc", "typing", "types")
 
 
-def _described(annotation: Any) -> str:
-    """Return an annotation in words, such as `int, list[int] or 'auto'`."""
-    names = [
-        name
-        for member in members(annotation)
-        for name in (
-            map(repr, typing.get_args(member))
-            if typing.get_origin(member) is Literal
-            else [member.__name__ if isinstance(member, type) and not typing.get_args(member) else str(member)]
-        )
-    ]
-    return " or ".join([", ".join(names[:-1]), names[-1]] if len(names) > 1 else names)
+def described(annotation: Any) -> str:
+    """Return a type in words: `Literal["pre", "post"] | None` as `one of 'pre', 'post'`."""
+    return " or ".join(
+        f"one of {', '.join(map(repr, typing.get_args(kind)))}"
+        if typing.get_origin(kind) is Literal
+        else kind.__name__
+        if inspect.isclass(kind) and typing.get_origin(kind) is None
+        else str(kind).replace("typing.", "")
+        for kind in dict.fromkeys(members(annotation))
+    )

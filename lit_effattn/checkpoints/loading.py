@@ -17,7 +17,7 @@ from lit_effattn.checkpoints.io import read_checkpoint, saved_model
 from lit_effattn.checkpoints.model_size import model_of, size_of
 from lit_effattn.checkpoints.own_runs import own_classes
 from lit_effattn.checkpoints.runs import last_kept, short
-from lit_effattn.checkpoints.shape import dimensions
+from lit_effattn.checkpoints.shape import differences
 from lit_effattn.checkpoints.shipped import model_path
 from lit_effattn.checkpoints.trust import Trust
 
@@ -116,18 +116,15 @@ def check_same_model(model: nn.Module, checkpoint: Mapping[str, Any]) -> None:
     Raises:
         OtherModelError: If names or shapes differ. The message names the first differences.
     """
-    expected = {name: dimensions(t) for name, t in model.state_dict().items()}
-    saved = {name: dimensions(t) for name, t in checkpoint["state_dict"].items()}
-    if expected == saved:
-        return
-    differences = [
-        f"{name} is {saved.get(name, 'absent')} in the checkpoint, {expected.get(name, 'absent')} here"
-        for name in dict.fromkeys([*expected, *saved])
-        if expected.get(name) != saved.get(name)
+    different = [
+        f"{name} is {saved} in the checkpoint, {expected} here"
+        for name, expected, saved in differences(model.state_dict(), checkpoint["state_dict"])
     ]
-    more = f" (and {len(differences) - 3} more)" if len(differences) > 3 else ""
+    if not different:
+        return
+    more = f" (and {len(different) - 3} more)" if len(different) > 3 else ""
     raise OtherModelError(
-        f"the checkpoint holds another model than this {type(model).__name__}: {'; '.join(differences[:3])}{more}"
+        f"the checkpoint holds another model than this {type(model).__name__}: {'; '.join(different[:3])}{more}"
     )
 
 

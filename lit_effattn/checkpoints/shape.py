@@ -6,6 +6,7 @@ itself.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -33,9 +34,15 @@ def kind(value: Any) -> str:
     return f"a {type(value).__name__}"
 
 
-def dimensions(value: Any) -> str:
+def _dimensions(value: Any) -> str:
     """Describe the shape of a tensor in a message; None: there is no such tensor."""
     return "absent" if value is None else "×".join(map(str, value.shape)) or "a number"
+
+
+def differences(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[tuple[str, str, str]]:
+    """Return the names of tensors that have other shapes in `b` than in `a`, or are absent in one, and both shapes."""
+    shapes = ((name, _dimensions(a.get(name)), _dimensions(b.get(name))) for name in dict.fromkeys([*a, *b]))
+    return [(name, of_a, of_b) for name, of_a, of_b in shapes if of_a != of_b]
 
 
 def wrong(where: str, value: Any, expected: str) -> ValueError:

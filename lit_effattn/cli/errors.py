@@ -7,21 +7,21 @@ a time with the classes that they configure. What it does not find is reported i
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from difflib import get_close_matches
-from typing import Any, Literal, get_args, get_origin, get_type_hints
+from typing import Any, get_args, get_origin, get_type_hints
 
 import lightning.pytorch as pl
 import yaml
 from jsonargparse import ArgumentError, ArgumentParser
 from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
-from torch import Tensor
 from torch.nn import Module
 
 from lit_effattn.attention import Attention
 from lit_effattn.callbacks import LastCheckpoint
-from lit_effattn.checkpoints.build import members
+from lit_effattn.checkpoints.build import described, members
 from lit_effattn.checkpoints.trust import find, import_error
+from lit_effattn.cli.help import bases_of, concrete
 from lit_effattn.hparams import parameters, subclasses
 from lit_effattn.nn.lstm import LSTM
 from lit_effattn.nn.transformer import Transformer
@@ -44,7 +44,6 @@ _LIKELY: dict[str, Any] = {
     "model.backbone.attention": Callable[[int, int, bool], Attention],
 }
 """Options in whose classes an option without its group is looked for."""
-_CLASSES_OF = ("lit_effattn", "lightning", "torch")
 _MOST = 16  # names of classes that a message lists
 
 
@@ -101,16 +100,16 @@ def _first(node: Settings) -> Iterator[str]:
 
 def _add(node: Settings, path: str, hint: Any, wrong: list[str], missing: list[str]) -> None:
     """Add the messages for an option with this type, and for the options of the classes that it names."""
-    bases = _bases(hint)
+    bases = bases_of(hint)
     if not bases:
         if node.value is not None and not node.options and hint is not None and not _takes(hint, node.value):
-            wrong.append(f"{path}={node.value} is not {_words(hint)}")
+            wrong.append(f"{path}={node.value} is not {described(hint)}")
     elif node.items is not None:
         for item in node.items:
             _add(item, path, hint, wrong, missing)
     elif node.value is None:
         wrong += [_classless(path, name, bases) for name in node.options]
-    elif all(_bases(member) or not _takes(member, node.value) for member in members(hint)):
+    elif all(bases_of(member) or not _takes(member, node.value) for member in members(hint)):
         kind = _kind(node.value, path, bases)
         if isinstance(kind, str):
             wrong.append(kind)
@@ -148,7 +147,7 @@ def _kind(name: Any, path: str, bases: list[type]) -> type | str:
             load_yaml(name)
         except (ValueError, yaml.YAMLError) as error:
             return f"{path} can't be read: {getattr(error, 'problem', None) or error}"
-    kinds = {kind.__name__: kind for kind in _concrete(bases)}
+    kinds = {kind.__name__: kind for kind in concrete(bases)}
     if name in kinds:
         return kinds[name]
     everywhere = (kind for base in (*_ROOTS.values(), Module) for kind in subclasses(base))
@@ -166,13 +165,6 @@ def _kind(name: Any, path: str, bases: list[type]) -> type | str:
     # There are hundreds of modules, too many to list.
     hint = kinds and (len(kinds) < 100 or not instead.startswith("there are"))
     return f"{path}: there is no class {name!r}" + (f"; {instead}" if hint else "")
-
-
-def _bases(hint: Any) -> list[type]:
-    """Return the classes in a type whose subclasses an option may name: of a union, of a list, or made by a factory."""
-    if inspect.isclass(hint) and get_origin(hint) is None:
-        return [hint] if hint.__module__.partition(".")[0] in _CLASSES_OF and hint is not Tensor else []
-    return [kind for part in get_args(hint) for kind in _bases(part)]
 
 
 def _passed(hint: Any) -> int:
@@ -198,24 +190,6 @@ def _takes(hint: Any, value: Any) -> bool:
     except ArgumentError:
         return False
     return True
-
-
-def _words(hint: Any) -> str:
-    """Return a type in words: `Literal["pre", "post"] | None` as `one of 'pre', 'post'`."""
-    kinds = dict.fromkeys(members(hint))
-    return " or ".join(
-        f"one of {', '.join(map(repr, get_args(kind)))}"
-        if get_origin(kind) is Literal
-        else kind.__name__
-        if inspect.isclass(kind) and get_origin(kind) is None
-        else str(kind).replace("typing.", "")
-        for kind in kinds
-    )
-
-
-def _concrete(bases: Iterable[type]) -> list[type]:
-    kinds = (kind for base in bases for kind in subclasses(base))
-    return [kind for kind in kinds if not inspect.isabstract(kind) and not kind.__name__.startswith("_")]
 
 
 def _no_option(name: str, known: Collection[str]) -> str:
@@ -244,7 +218,7 @@ def _option_paths() -> list[str]:
     return [
         f"{group}.{name}"
         for group, hint in _LIKELY.items()
-        for kind in _concrete(_bases(hint))
+        for kind in concrete(bases_of(hint))
         if kind.__module__.startswith("lit_effattn.") or group in ("model.optimizer", "data")
         for name in [*parameters(kind)][_passed(hint) :]
     ]
@@ -258,7 +232,7 @@ def _unknown_option(path: str, name: str, kind: type, names: list[str]) -> str:
 
 
 def _classless(path: str, name: str, bases: list[type]) -> str:
-    known = sorted({kind.__name__ for kind in _concrete(bases)})
+    known = sorted({kind.__name__ for kind in concrete(bases)})
     named = f" (there are {', '.join(known)})" if 0 < len(known) < 10 else ""
     return f"{path}.{name}: name the class that option {name!r} belongs to first, --{path} CLASS{named}"
 

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from difflib import get_close_matches
 from typing import Any, get_args, get_origin, get_type_hints
 
 import lightning.pytorch as pl
 from jsonargparse import ArgumentParser
+from torch import Tensor
 
 from lit_effattn.hparams import subclasses
 from lit_effattn.settings.arguments import Arguments
@@ -25,6 +26,7 @@ _TITLES = {
     "trainer": "Lightning's trainer",
 }
 """Titles of the groups of options, by the first name in a group, in the order of the help."""
+_CLASSES_OF = ("lit_effattn", "lightning", "torch")
 _HIDDEN = ("trainer", "linked")
 _MORE = "Lightning's trainer has more options, such as --trainer.max_epochs: lit-effattn {} --help all"
 
@@ -71,7 +73,7 @@ def class_help(arguments: Arguments, new_parser: Callable[[], ArgumentParser]) -
         return False
     path = asked[-1].key.removesuffix(".help").replace("init_args.", "")
     expected = _declared(path)
-    kinds = _kinds(expected)
+    kinds = concrete(bases_of(expected))
     known = sorted({kind.__name__ for kind in kinds if _is_ours(kind)})
     if not known:
         return False
@@ -95,9 +97,9 @@ def _declared(path: str) -> Any:
     first, *names = path.split(".")
     expected: Any = {"model": Task, "data": pl.LightningDataModule}.get(first)
     for name in names:
-        kinds = [kind for kind in _kinds(expected) if _is_ours(kind)]
+        kinds = [kind for kind in concrete(bases_of(expected)) if _is_ours(kind)]
         declared = (get_type_hints(kind.__init__).get(name) for kind in kinds)  # type: ignore[misc]
-        hints = [hint for hint in declared if _classes(hint)]
+        hints = [hint for hint in declared if bases_of(hint)]
         # The attention of a Transformer is a factory; that of its Block, which no option names, is a module.
         expected = max(hints, key=lambda hint: _factory(hint) is not None, default=None)
     return expected
@@ -108,17 +110,18 @@ def _factory(hint: Any) -> Any:
     return next((part for part in get_args(hint) if get_origin(part) is Callable), None)
 
 
-def _classes(hint: Any) -> list[type]:
-    """Return the classes in a type: itself, those of a union or a list, or those that a factory builds."""
+def bases_of(hint: Any) -> list[type]:
+    """Return the classes in a type whose subclasses an option may name: of a union, of a list, or made by a factory."""
     if inspect.isclass(hint) and get_origin(hint) is None:
-        return [hint] if hint.__module__ != "builtins" else []
-    return [kind for arg in get_args(hint) for kind in _classes(arg)]
+        return [hint] if hint.__module__.partition(".")[0] in _CLASSES_OF and hint is not Tensor else []
+    return [kind for part in get_args(hint) for kind in bases_of(part)]
 
 
-def _kinds(expected: Any) -> list[type]:
-    """Return the classes that an option of this type may name."""
-    return [kind for base in _classes(expected) for kind in subclasses(base) if not inspect.isabstract(kind)]
+def concrete(kinds: Iterable[type]) -> list[type]:
+    """Return the subclasses of some classes, and these, that an option may name."""
+    every = (kind for base in kinds for kind in subclasses(base))
+    return [kind for kind in every if not inspect.isabstract(kind) and not kind.__name__.startswith("_")]
 
 
 def _is_ours(kind: type) -> bool:
-    return kind.__module__.startswith(("lit_effattn.", "torch.")) and not kind.__name__.startswith("_")
+    return kind.__module__.startswith(("lit_effattn.", "torch."))

@@ -12,16 +12,19 @@ class Recorder(LightningModule):
 
     def __init__(self, record):
         super().__init__()
-        self.table = nn.Embedding(257, 257)
+        self.layer = nn.Linear(1, 1)
         self.record = record
         self.seen = []
 
     def training_step(self, batch, batch_idx):
         self.seen.append(self.record(batch))
-        return nn.functional.cross_entropy(self.table(batch.inputs).transpose(1, 2), batch.targets)
+        return self.layer(torch.ones(1)).sum()
+
+    def validation_step(self, batch, batch_idx):
+        pass
 
     def predict_step(self, batch, batch_idx):
-        return batch.sources
+        return getattr(batch, "sources", batch)
 
     def configure_optimizers(self):
         return torch.optim.SGD(self.parameters(), lr=0.1)
@@ -37,7 +40,7 @@ class _StopAfter(Callback):
             trainer.should_stop = True
 
 
-def fit(folder, data, record, *, stop_after=None, resume=False, max_epochs=3):
+def fit(folder, data, record, *, stop_after=None, resume=False, max_epochs=3, **options):
     """Train, and return the records of the batches. After `stop_after` steps a.ckpt is written; `resume` loads it."""
     model = Recorder(record)
     trainer = Trainer(
@@ -49,6 +52,7 @@ def fit(folder, data, record, *, stop_after=None, resume=False, max_epochs=3):
         enable_checkpointing=False,
         max_epochs=max_epochs,
         callbacks=[] if stop_after is None else [_StopAfter(stop_after)],
+        **options,
     )
     trainer.fit(model, data, ckpt_path=folder / "a.ckpt" if resume else None, weights_only=resume or None)
     return model.seen

@@ -9,7 +9,6 @@ import time
 import numpy as np
 import pytest
 import torch
-from lightning.pytorch import Callback, LightningModule
 from PIL import Image
 from torch.utils.data import DataLoader
 from torchvision.datasets import CIFAR10, MNIST, FashionMNIST
@@ -17,6 +16,7 @@ from torchvision.datasets import CIFAR10, MNIST, FashionMNIST
 from lit_effattn.datamodules import PixelSequences, images_to_levels, levels_to_images
 from lit_effattn.datamodules.images import sources as image_sources
 from tests.callbacks.tiny import trainer
+from tests.datamodules.lightning_runs import Recorder, fit
 
 
 def ready(stage="fit", **options):
@@ -180,37 +180,6 @@ def test_batches():
     assert len(list(ready(batch_size=90).val_dataloader())) == 2
 
 
-class Recorder(LightningModule):
-    def __init__(self):
-        super().__init__()
-        self.layer = torch.nn.Linear(1, 1)
-        self.seen = []
-
-    def training_step(self, batch, batch_idx):
-        self.seen.append((self.current_epoch, batch_idx, hashlib.sha256(batch.numpy().tobytes()).hexdigest()))
-        return self.layer(batch.float().mean().view(1, 1)).sum()
-
-    def validation_step(self, batch, batch_idx):
-        assert batch.dtype == torch.uint8
-
-    def predict_step(self, batch, batch_idx):
-        return batch
-
-    def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), lr=1e-9)
-
-
-class SaveAlways(Callback):
-    def __init__(self, folder):
-        self.folder = folder
-
-    def on_train_batch_end(self, trainer, *_):
-        trainer.save_checkpoint(self.folder / f"{trainer.global_step}-batch.ckpt")
-
-    def on_train_epoch_end(self, trainer, *_):
-        trainer.save_checkpoint(self.folder / f"{trainer.global_step}-epoch.ckpt")
-
-
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(
     ("num_workers", "options"),
@@ -218,31 +187,22 @@ class SaveAlways(Callback):
 )
 def test_a_run_resumed_anywhere_sees_what_an_uninterrupted_one_sees(tmp_path, num_workers, options):
     arguments = flipped(tmp_path / "images", batch_size=5, num_workers=num_workers)
-    (saved := tmp_path / "saved").mkdir()
 
-    def fit(*callbacks, ckpt_path=None):
-        data = PixelSequences(**arguments)
-        model = Recorder()
-        run = trainer(tmp_path, callbacks, max_epochs=2, num_sanity_val_steps=2, **options)
-        run.fit(model, data, ckpt_path=ckpt_path, weights_only=ckpt_path and True)
-        return model.seen
+    def run(**more):
+        return fit(tmp_path, PixelSequences(**arguments), torch.Tensor.tolist, max_epochs=2, **options, **more)
 
-    whole = fit(SaveAlways(saved))
-    per_epoch = options.get("limit_train_batches", 4)
-    assert len(set(whole)) == len(whole) == 2 * per_epoch  # every epoch its own order
-    checkpoints = sorted(saved.iterdir())
-    assert len(checkpoints) == 2 * per_epoch + 2
-    if num_workers:  # starting processes takes its time
-        checkpoints = [c for c in checkpoints if int(c.name.split("-")[0]) in (per_epoch, per_epoch + 1)]
-    for checkpoint in checkpoints:
-        steps = int(checkpoint.name.split("-")[0])
-        assert fit(ckpt_path=checkpoint) == whole[steps:], checkpoint.name
+    whole, per_epoch = run(), options.get("limit_train_batches", 4)
+    assert len(whole) == 2 * per_epoch
+    assert all(whole.count(batch) == 1 for batch in whole)  # every epoch its own order
+    for steps in (1, per_epoch, per_epoch + 1) if num_workers else range(1, 2 * per_epoch + 1):
+        run(stop_after=steps)
+        assert run(resume=True) == whole[steps:], steps
 
 
 @pytest.mark.filterwarnings("ignore")
 def test_predict_gives_the_test_images_in_order(tmp_path):
     data = PixelSequences(eval_batch_size=50)
-    predicted = trainer(tmp_path, []).predict(Recorder(), data)
+    predicted = trainer(tmp_path, []).predict(Recorder(len), data)
     assert torch.equal(torch.cat(predicted), data.splits["test"][list(range(180))])
 
 

@@ -71,10 +71,6 @@ class Tokenizer(ABC):
         unit: Name of the unit that a token represents, for reports: byte, character or token.
         separator: The text between a text and the decoded tokens that follow it.
         saved_as: Type of `vocabulary`.
-        vocabulary: Plain data, from which `from_spec` makes the tokenizer.
-        n_tokens: Size of the vocabulary, `<start>` included.
-        start: The token `<start>`.
-        end: The token at which beam search ends a text, or None.
         largest: The largest token of a text.
     """
 
@@ -133,16 +129,13 @@ class Tokenizer(ABC):
 
     @classmethod
     def learn(cls, texts: Iterable[str], vocab_size: int | None) -> "Tokenizer":
-        """Learn a vocabulary from a text.
+        """Learn a vocabulary from a text. By default nothing is learnt: the kind has one vocabulary.
 
         Args:
             texts: The text in pieces.
             vocab_size: Maximum number of tokens; None: no limit.
-
-        Raises:
-            TypeError: If the vocabulary comes with a model, and is not learnt.
         """
-        raise TypeError(f"a tokenizer of the kind {cls.kind!r} comes with a model; it is not learnt from texts")
+        return cls()  # type: ignore[call-arg]
 
     def to_json(self) -> str:
         """Return `spec` as one line of JSON, which is the same for the same vocabulary."""
@@ -200,11 +193,6 @@ class ByteTokenizer(Tokenizer):
     def cut(block: bytes) -> int:
         """Return the whole length: bytes can be cut anywhere."""
         return len(block)
-
-    @classmethod
-    def learn(cls, texts: Iterable[str], vocab_size: int | None) -> "ByteTokenizer":
-        """Return the tokenizer, which learns nothing from the text."""
-        return cls()
 
 
 class CharacterTokenizer(Tokenizer):

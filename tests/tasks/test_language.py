@@ -237,14 +237,6 @@ def test_the_likeliest_continuation(attention, compile: bool, monkeypatch: pytes
     assert torch.stack(shown, 1).tolist() == drawn.tolist()
 
 
-def test_drawing_leaves_a_training_model_training():
-    made = model().train()
-    made.backbone.blocks[0].eval()  # frozen
-    made.sample(torch.zeros(1, 1, dtype=torch.long), 2)
-    assert made.training
-    assert not made.backbone.blocks[0].training
-
-
 def test_a_tokenizer_comes_with_the_model():
     spec = ByteTokenizer().to_json()
     assert model(tokenizer=spec).text.encode("ab").tolist() == [97, 98]

@@ -152,6 +152,7 @@ def attend_in_chunks(
     causal: bool,
     before: Tensor | None = None,
     earlier: tuple[Tensor, Tensor] | None = None,
+    plain: bool = False,
 ) -> Tensor:
     """Compute attention of each position to its bucket, in its own chunk and the one before, over R rounds jointly.
 
@@ -163,8 +164,9 @@ def attend_in_chunks(
 
     On the CPU it is computed a few chunks at a time, with a hand-written backward pass: beside inputs, outputs and
     their gradients, O(N D), and the places, O(R T C), only the memory of these chunks is needed. Blocks without queries
-    or visible keys are skipped. The backward pass recomputes the scores and can't be differentiated. Other devices use
-    `plain_attend_in_chunks`.
+    or visible keys are skipped. The backward pass recomputes the scores and can't be differentiated. The plain form, on
+    other devices, computes all chunks at once, in memory O(R T C (C + D)), and autograd differentiates it any number of
+    times.
 
     Args:
         x: (B, H, M, D), queries and, before they are normalised, keys.
@@ -176,41 +178,27 @@ def attend_in_chunks(
         causal: Whether a position sees no later one.
         before: (B,), how many of the M come before the N; None: none.
         earlier: Slots (B, H, R, …), −1 for none, and positions of earlier ones that may be seen.
+        plain: Whether to use the plain form on the CPU too.
 
     Returns:
         (B, H, N, D); finite in padding.
 
     Raises:
-        NotImplementedError: On the CPU, if the gradient is differentiated; `plain_attend_in_chunks` supports that.
+        NotImplementedError: On the CPU, if the gradient is differentiated; the plain form supports that.
     """
-    if x.device.type != "cpu":
-        return plain_attend_in_chunks(
-            x, v, places, chunks, n_buckets, chunk_size, causal=causal, before=before, earlier=earlier
-        )
     grid = _grid(chunks, chunk_size, before, earlier)
+    if plain or x.device.type != "cpu":
+        return _attend_at_once(x, v, places, grid, chunks.slots, n_buckets, causal)
     if before is None:
         before = grid.new_zeros(len(x))
     out, _, _ = _OPERATOR(x, v, places, grid, chunks.slots, before, n_buckets, causal)
     return out
 
 
-def plain_attend_in_chunks(
-    x: Tensor,
-    v: Tensor,
-    places: Tensor,
-    chunks: Chunks,
-    n_buckets: int,
-    chunk_size: int,
-    *,
-    causal: bool,
-    before: Tensor | None = None,
-    earlier: tuple[Tensor, Tensor] | None = None,
+def _attend_at_once(
+    x: Tensor, v: Tensor, places: Tensor, grid: Tensor, slots: Tensor, n_buckets: int, causal: bool
 ) -> Tensor:
-    """Compute `attend_in_chunks` with all chunks at once. Autograd differentiates it, any number of times.
-
-    Memory O(R T C (C + D)).
-    """
-    grid = _grid(chunks, chunk_size, before, earlier)
+    """Compute the plain form of `attend_in_chunks`; `grid` is the result of `_grid`."""
     index = grid.clamp(min=0)
     full = accumulator(x.dtype)
     q, v = rows(x, index).to(full), rows(v, index).to(full)  # (B, H, R, T, C, D)
@@ -235,7 +223,8 @@ def plain_attend_in_chunks(
     weights = (scores - top).exp()
     total = weights.sum(-1, keepdim=True)  # (B, H, R, T, C, 1)
     out, z = (weights @ v) / total, total.log() + top
-    return _rounds_together(out.flatten(3, 4), z.flatten(3), chunks.slots.clamp(max=chunks.n_chunks * chunk_size - 1))
+    out, z = out.flatten(3, 4), z.flatten(3)  # (B, H, R, T · C, ·)
+    return _rounds_together(out, z, slots.clamp(max=z.size(-1) - 1))
 
 
 def attend_recent(x: Tensor, v: Tensor, places: Tensor, before: Tensor, recent: Recent, n_buckets: int) -> Tensor:
@@ -461,21 +450,14 @@ def _queries_and_keys(x: Tensor, tiles: _Tiles, dtype: torch.dtype) -> tuple[Ten
 
 
 def _forward(
-    x: Tensor,
-    v: Tensor,
-    places: Tensor,
-    grid: Tensor,
-    slots: Tensor,
-    before: Tensor,
-    n_buckets: int,
-    causal: bool,
+    x: Tensor, v: Tensor, places: Tensor, grid: Tensor, slots: Tensor, before: Tensor, n_buckets: int, causal: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the outputs (B, H, N, D), and each query's highest score and sum of exponentials, (B, H, N) each.
 
     The sum is divided by the exponential of the highest score. The normalisers' logarithms are not returned, since the
     logarithm of R would be lost in rounding beside `SELF`.
     """
-    out, highest, total = _forward_shapes(x, v, places, grid, slots, before, n_buckets, causal)
+    out, highest, total = _forward_shapes(x, v, places, grid, slots)
     layout = _Layout(places, grid, before, out.size(2), n_buckets, causal)
     x, v = x.flatten(0, 2), v.flatten(0, 2)  # (BHM, D)
     y, top, below = out.zero_().flatten(0, 2), highest.fill_(-torch.inf).flatten(), total.zero_().flatten()  # (BHN, ·)
@@ -577,14 +559,7 @@ def _gradients(ctx: Any, g: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
 
 
 def _forward_shapes(
-    x: Tensor,
-    v: Tensor,
-    places: Tensor,
-    grid: Tensor,
-    slots: Tensor,
-    before: Tensor,
-    n_buckets: int,
-    causal: bool,
+    x: Tensor, v: Tensor, places: Tensor, grid: Tensor, slots: Tensor, *_: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
     b, h, _, n = slots.shape
     dtype = accumulator(x.dtype)
@@ -609,5 +584,5 @@ _OPERATOR = Operator(
     backward_shapes=_backward_shapes,
     keep=_keep,
     gradients=_gradients,
-    refusal="attend_in_chunks has no second derivative on the CPU; plain_attend_in_chunks has one",
+    refusal="attend_in_chunks has no second derivative on the CPU; plain=True has one",
 )

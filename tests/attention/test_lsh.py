@@ -1,5 +1,6 @@
 import itertools
 import math
+from functools import partial
 
 import pytest
 import torch
@@ -7,7 +8,7 @@ import torch.nn.functional as F
 
 from lit_effattn import sequence
 from lit_effattn.attention import LSHAttention
-from lit_effattn.ops.lsh import attend_in_chunks, hash_buckets, plain_attend_in_chunks
+from lit_effattn.ops.lsh import attend_in_chunks, hash_buckets
 from tests.support.tensor_sizes import Largest
 
 E, H = 12, 3
@@ -121,11 +122,11 @@ def test_what_another_draw_hashed_is_not_seen():
 # ---------------------------------------------------------------------------------------------------------- the state
 
 
-@pytest.mark.parametrize("form", [attend_in_chunks, plain_attend_in_chunks])
+@pytest.mark.parametrize("plain", [False, True])
 @pytest.mark.parametrize("chunk_size", [3, 64])
-def test_segments_equal_one_pass_in_chunks_of_any_size(monkeypatch, form, chunk_size: int):
+def test_segments_equal_one_pass_in_chunks_of_any_size(monkeypatch, plain: bool, chunk_size: int):
     """Gradients too, to where each row stands, and after chunks that are full, begun and not there."""
-    monkeypatch.setattr("lit_effattn.attention.lsh.attend_in_chunks", form)
+    monkeypatch.setattr("lit_effattn.attention.lsh.attend_in_chunks", partial(attend_in_chunks, plain=plain))
     attention = LSHAttention(E, H, n_hashes=2, n_buckets=2, chunk_size=chunk_size).double()
     x = torch.randn(2, 330, E, dtype=torch.float64, requires_grad=True)
     lengths = [(3, 2), (20, 9), (140, 140), (100, 150), (67, 29)]  # 330 positions a row

@@ -11,7 +11,6 @@ from lit_effattn.ops.lsh import (
     attend_in_chunks,
     earlier_slots,
     hash_buckets,
-    plain_attend_in_chunks,
     ranked_chunks,
     recent_of,
     sorted_chunks,
@@ -143,13 +142,13 @@ def random_case(n: int, d: int, n_buckets: int, c: int, causal: bool, lengths: l
     ],
 )
 def test_output_and_gradients_equal_the_definition(monkeypatch, n: int, c: int, at_once: int):
-    for form, causal in itertools.product([attend_in_chunks, plain_attend_in_chunks], [True, False]):
+    for plain, causal in itertools.product([False, True], [False, True]):
         monkeypatch.setattr(sys.modules[attend_in_chunks.__module__], "_SCORES", at_once)
         n_buckets = 2
         x, v, chunks = random_case(n, 4, n_buckets, c, causal, [n, n - 17])
         weights = torch.randn_like(v)
         weights[1, :, n - 17 :] = 0  # padding
-        out = form(x, v, chunks.places, chunks, n_buckets, c, causal=causal)
+        out = attend_in_chunks(x, v, chunks.places, chunks, n_buckets, c, causal=causal, plain=plain)
         assert out.isfinite().all()
         expected = by_definition(x, v, chunks.places, n_buckets, causal).masked_fill(weights == 0, 0)
         torch.testing.assert_close(out.masked_fill(weights == 0, 0), expected)
@@ -162,7 +161,7 @@ def test_by_hand_float32_is_near():
     for scale in [1e-3, 1e3]:
         x, v, chunks = random_case(200, 8, 2, 64, True, [200, 200])
         x = (scale * x).detach().requires_grad_()
-        expected = plain_attend_in_chunks(x, v, chunks.places, chunks, 2, 64, causal=True)
+        expected = attend_in_chunks(x, v, chunks.places, chunks, 2, 64, causal=True, plain=True)
         wanted = torch.autograd.grad(expected.square().sum(), (x, v))
         x, v = (t.detach().float().requires_grad_() for t in (x, v))
         out = attend_in_chunks(x, v, chunks.places, chunks, 2, 64, causal=True)
@@ -191,20 +190,22 @@ def test_the_operators_are_what_torch_expects():
 def test_a_second_derivative_is_refused_and_named():
     x, v, chunks = random_case(6, 4, 2, 2, True, [6, 6])
     assert_second_derivative_is_refused(
-        lambda x, v: attend_in_chunks(x, v, chunks.places, chunks, 2, 2, causal=True)[None], (x, v), "plain_attend_in"
+        lambda x, v: attend_in_chunks(x, v, chunks.places, chunks, 2, 2, causal=True)[None],
+        (x, v),
+        "plain=True has one",
     )
 
 
-@pytest.mark.parametrize("form", [attend_in_chunks, plain_attend_in_chunks])
+@pytest.mark.parametrize("plain", [False, True])
 @pytest.mark.parametrize("causal", [True, False])
-def test_nothing_of_size_n_squared_is_made(form, causal: bool):
+def test_nothing_of_size_n_squared_is_made(plain: bool, causal: bool):
     n, c, n_buckets, d = 2048, 16, 128, 8
     x, v = (torch.randn(1, 1, n, d) for _ in range(2))
     buckets = hash_buckets(x, torch.randn(1, 1, d, n_buckets // 2))
     chunks = cut(buckets, n_buckets, c, causal)
 
     def attend(x, v):
-        return form(x, v, chunks.places, chunks, n_buckets, c, causal=causal)
+        return attend_in_chunks(x, v, chunks.places, chunks, n_buckets, c, causal=causal, plain=plain)
 
     assert chunks.n_chunks <= n // c + n_buckets
     assert largest_in_training(attend, x, v) <= 2 * n * 2 * c < n * n // 10

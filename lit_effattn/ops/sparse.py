@@ -19,6 +19,18 @@ from torch import Tensor
 from lit_effattn.sequence import accumulator
 
 
+class Call(NamedTuple):
+    """The arguments of a call that every set of keys needs: see `strided_attention` and `fixed_attention`."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    stride: int
+    causal: bool
+    start: Tensor | None
+    lengths: Tensor | None
+
+
 class Part(NamedTuple):
     """One set of keys, in G groups within which attention is dense."""
 
@@ -75,11 +87,12 @@ def strided_attention(
     """
     if start is not None and q.size(2) == 1:
         return _strided_step(q, k, v, stride, local, distant, start, dropout)
+    call = Call(q, k, v, stride, causal, start, lengths)
     parts = []
     if local:
-        parts.append(_window(q, k, v, stride, causal, start, lengths))
+        parts.append(_window(call))
     if distant:
-        parts.append(_columns(q, k, v, stride, causal, start, lengths, itself=not local))
+        parts.append(_columns(call, itself=not local))
     return _attend(parts, dropout)
 
 
@@ -128,14 +141,15 @@ def fixed_attention(
     n = q.size(2)
     if start is not None and n == 1:
         return _fixed_step(q, k, v, stride, columns, local, distant, start, block, summary, dropout)
+    call = Call(q, k, v, stride, causal, start, lengths)
     parts, sums = [], []
     if local:
-        parts.append(_own_block(q, k, v, stride, causal, start, block, lengths))
+        parts.append(_own_block(call, block))
     if distant:
         if summary is None:
             positions = summary_positions(columns, stride, -(-n // stride)).clamp(max=n - 1)
             summary = gather_rows(k, positions), gather_rows(v, positions)
-        parts.append(_summary(q, *summary, stride, columns, causal, start, lengths, other_blocks=local))
+        parts.append(_summary(call._replace(k=summary[0], v=summary[1]), columns, other_blocks=local))
         if not local:
             sums.append(_itself(q, k, v, dropout))
     return _attend(parts, dropout, sums)
@@ -150,13 +164,12 @@ def summary_positions(columns: Tensor, stride: int, blocks: int) -> Tensor:
 # ----------------------------------------------------------------------------------------------------------- the sets
 
 
-def _window(
-    q: Tensor, k: Tensor, v: Tensor, stride: int, causal: bool, start: Tensor | None, lengths: Tensor | None
-) -> Part:
+def _window(call: Call) -> Part:
     """Return the local part: one group for each block of `stride` queries.
 
     Its keys are those of the block, of the block before and, without `causal`, of the block after.
     """
+    q, k, v, stride, causal, start, lengths = call
     n = q.size(2)
     laid = _lay_out(q, start, stride)  # (B, H, G·S, D)
     blocks = laid.size(2) // stride
@@ -185,21 +198,12 @@ def _window(
     return Part(_blocks(laid, stride), k, v, mask[:, :, None], lambda t: _unlay(_unblock(t), start, stride, n))
 
 
-def _columns(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    stride: int,
-    causal: bool,
-    start: Tensor | None,
-    lengths: Tensor | None,
-    *,
-    itself: bool,
-) -> Part:
+def _columns(call: Call, *, itself: bool) -> Part:
     """Return the distant part: one group for each remainder of positions modulo `stride`, dense within.
 
     `itself` says whether a query sees its own key.
     """
+    q, k, v, stride, causal, start, lengths = call
     n = q.size(2)
     laid = _lay_out(q, start, stride)
     q, k, v = (_blocks(F.pad(t, (0, 0, 0, -t.size(2) % stride)), stride).transpose(1, 3) for t in (laid, k, v))
@@ -219,17 +223,9 @@ def _columns(
     return Part(q, k, v, mask, lambda t: _unlay(_unblock(t.transpose(1, 3)), start, stride, n))
 
 
-def _own_block(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    stride: int,
-    causal: bool,
-    start: Tensor | None,
-    block: tuple[Tensor, Tensor] | None,
-    lengths: Tensor | None,
-) -> Part:
+def _own_block(call: Call, block: tuple[Tensor, Tensor] | None) -> Part:
     """Return the local part: one group for each block of `stride` queries, with the keys of the same block."""
+    q, k, v, stride, causal, start, lengths = call
     n = q.size(2)
     q, k, v = (_lay_out(t, start, stride) for t in (q, k, v))  # (B, H, G·S, D)
     if start is not None:
@@ -250,22 +246,12 @@ def _own_block(
     return Part(q, k, v, mask, lambda t: _unlay(_unblock(t), start, stride, n))
 
 
-def _summary(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    stride: int,
-    columns: Tensor,
-    causal: bool,
-    start: Tensor | None,
-    lengths: Tensor | None,
-    *,
-    other_blocks: bool,
-) -> Part:
-    """Return the distant part: one group of all queries and all keys in summary columns.
+def _summary(call: Call, columns: Tensor, *, other_blocks: bool) -> Part:
+    """Return the distant part: one group of all queries and the keys of `call`, those in summary columns.
 
     A query does not see its own key, nor, with `other_blocks`, any key of its block.
     """
+    q, k, v, stride, causal, start, lengths = call
     n = q.size(2)
     j = summary_positions(columns, stride, k.size(2) // columns.size(1))[:, None]  # (H or 1, 1, S)
     position = torch.arange(n, device=q.device)[None]  # (1, N)

@@ -27,6 +27,7 @@ LAUNCHED = re.compile(r"(?:lit-effattn (?=.*--trainer\.dev)|srun lit-effattn |to
 
 SHORT = {
     "check": "--laws steps,padding,select",
+    "export": "--overwrite",
     "fit": "--trainer.max_epochs 1 --trainer.val_check_interval 1 --trainer.limit_val_batches 1",
     "test": "--trainer.limit_test_batches 1",
     "sweep": "--seeds 1 --lr 1e-3 --trainer.max_steps 2 --trainer.val_check_interval 1 --trainer.limit_val_batches 1",
@@ -74,6 +75,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "my_texts.tsv").write_text("".join(f"{text}\t{'en' if 'is ' in text else 'de'}\n" for text in texts))
     (folder / "new.txt").write_text("The tea is cold.\n")
     (folder / "words.txt").write_text("attention\nmemory\n")
+    (folder / "prompts.txt").write_text("def \nclass \n")
     (folder / "my_pairs").mkdir()
     for split in ("train", "val", "test"):
         (folder / "my_pairs" / f"{split}.tsv").write_text("".join(f"{text}\t{text.upper()}\n" for text in texts))
@@ -102,7 +104,8 @@ def _recordings(folder: Path) -> None:
         shutil.copy(source / f"{name}.wav", folder / "my_speech" / f"{number}.wav")
         lines.append(json.dumps({"audio_filepath": f"{number}.wav", "text": text}))
     shutil.copytree(folder / "my_speech", folder / "recordings")
-    shutil.copy(source / "ten_of_clubs.wav", folder / "a.wav")
+    for name in ("a", "monday", "tuesday"):
+        shutil.copy(source / "ten_of_clubs.wav", folder / f"{name}.wav")
     for split, part in {"train": lines[:16], "val": lines[16:18], "test": lines[18:]}.items():
         (folder / "my_speech" / f"{split}.jsonl").write_text("\n".join(part))
         absolute = [line.replace('": "', f'": "{folder}/my_speech/', 1) for line in part]
@@ -121,7 +124,7 @@ def _pretrained(folder: Path) -> None:
 def wanted(words: list[str]) -> str | None:
     """Return the configuration of the run that `best` and `last` mean, where a page shows several side by side."""
     flags = {word for word in words if word.startswith("--")}
-    if "--prompt" in flags or "--model.eval_mem_len" in flags:
+    if flags & {"--prompt", "--prompts_file", "--model.eval_mem_len"}:
         return "stdlib_xl"
     if "--source" in flags:
         return "g2p_linear"
@@ -178,7 +181,8 @@ class Reader:
             return [word]
         run = pattern.split("/")
         if not [*self.folder.glob("/".join(run[:2]) + "/*/checkpoints/*")]:
-            self.fit(run[1])
+            config, _, kind = run[1].partition("+")
+            self.fit(config, *(["--model.backbone.attention", kind] if kind else []))
         paths = sorted(map(str, self.folder.glob(pattern)))
         return paths if pattern == word else paths[-1:]
 

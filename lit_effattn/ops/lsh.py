@@ -559,7 +559,7 @@ def _gradients(ctx: Any, g: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
 
 
 def _forward_shapes(
-    x: Tensor, v: Tensor, places: Tensor, grid: Tensor, slots: Tensor, *_: Any
+    x: Tensor, v: Tensor, places: Tensor, grid: Tensor, slots: Tensor, *rest: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
     b, h, _, n = slots.shape
     dtype = accumulator(x.dtype)

@@ -141,12 +141,6 @@ def test_a_wide_beam_is_exhaustive(name: str, alpha: float):
         assert_found(found, [exhaustive(made, row, 4, alpha, END, norm) for row in prompt], END)
 
 
-def test_without_an_end_token_all_are_as_long_as_can_be():
-    made, prompt = parts("softmax"), torch.tensor([[0, 1]])
-    found = beam_search(*made, prompt, 3, beam=9, n_best=9)
-    assert_found(found, [exhaustive(made, row, 3, module.LENGTH_PENALTY, None) for row in prompt], 0)
-
-
 @pytest.mark.parametrize(
     ("name", "beam", "n_best", "alpha"),
     some(
@@ -468,8 +462,6 @@ def test_the_prompt_is_read_once_for_all_hypotheses():
         ({"max_len": 0}, "max_len=0"),
         ({"end": 3}, r"end=3 .* 0 … 2"),
         ({"end": -1}, "end=-1"),
-        ({"prompt": torch.zeros(2, 0, dtype=torch.long)}, r"prompt has shape \(2, 0\)"),
-        ({"prompt": torch.zeros(2, dtype=torch.long)}, r"prompt has shape \(2,\)"),
         ({"backbone": Transformer(8, 2, 1, causal=False)}, "Transformer has causal=False"),
         ({"state": torch.zeros(5)}, "2 rows and the state 5"),
     ],

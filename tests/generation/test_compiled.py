@@ -1,7 +1,6 @@
 """Compiled steps on the CPU: the same numbers, and one library for a program."""
 
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -11,7 +10,6 @@ from torch import Tensor, nn
 from lit_effattn import Transformer
 from lit_effattn.attention import LinearAttention, SoftmaxAttention
 from lit_effattn.generation import compiled
-from lit_effattn.generation.beam import beam_search
 from lit_effattn.generation.compiled import Step, Steps, program
 from lit_effattn.generation.sampling import generate
 from lit_effattn.nn.heads import CategoricalHead
@@ -98,14 +96,6 @@ def test_every_model_with_the_same_program_uses_one_library(interpreted: list[Pa
     assert compiled_for(made) == 6
     monkeypatch.setattr(compiled.cpp_build, "compiler_version", lambda: "another")
     assert compiled_for(made) == 7
-
-
-def test_searches_are_compiled(interpreted: list[Path]):
-    """Their states are reordered between steps, and every order uses one program."""
-    made, prompts = around(stack(SoftmaxAttention)), torch.randint(7, (2, 3))
-    search = partial(beam_search, *made, prompts, 9, beam=3, n_best=2)
-    torch.testing.assert_close(search(compile=True), search(compile=False))
-    assert len(interpreted) == 1
 
 
 def test_a_damaged_library_is_made_again(interpreted: list[Path]):

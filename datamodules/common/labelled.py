@@ -16,7 +16,7 @@ class LabelledBatch(NamedTuple):
         labels: (B,), the number of each row's class, 0 to C − 1; None: they are unknown.
         lengths: (B,), number of valid positions of each row; None: all positions are valid.
         indices: (B,), the position of each row in its split or file, by which the original order can be restored.
-        starts: (B, N), True where a sequence begins, if rows hold several: see `lit_effattn.sequence.packed`. `labels`
+        starts: (B, N), True where a sequence begins, if rows hold several: see `nn.packing.packed`. `labels`
             and `indices` are then those of the sequences, in the order of the rows. None: each row is one sequence.
     """
 

@@ -18,7 +18,7 @@ Batch = TypeVar("Batch", TokenBatch, LabelledBatch)
 def pack(batch: Batch) -> Batch:
     """Lay the sequences of a padded batch end to end in one row: (B, N) -> (1, Σ lengths).
 
-    `starts` marks the first position of each, so that none depends on another (`lit_effattn.sequence.packed`). The
+    `starts` marks the first position of each, so that none depends on another (`lit_effattn.nn.packing.packed`). The
     scores, the loss and its gradient are those of the padded batch, to rounding.
 
     Args:

@@ -35,7 +35,7 @@ class TokenBatch(NamedTuple):
         fresh: (B,), True where the row starts a new sequence, so that its memory must be reset; None: all rows do.
         responses: The responses that begin in each of the B rows; None: there are none.
         starts: (B, N), True where a sequence begins that must not depend on what is before it in the row: see
-            `lit_effattn.sequence.packed`. None: nowhere.
+            `lit_effattn.nn.packing.packed`. None: nowhere.
         offsets: (B, N), the position of each target in the text of its split, in evaluation; None: unknown.
     """
 

@@ -127,11 +127,12 @@ def _cut(batch: Any, length: int) -> Any:
         cut = batch._replace(source=source, source_lengths=torch.tensor([m]), lengths=lengths)
         return cut._replace(inputs=batch.inputs[:, :n], targets=batch.targets[:, :n])
     one: Any = batch if isinstance(batch, TokenBatch | LabelledBatch) else LabelledBatch(*batch)
-    names = ("inputs", "targets") if isinstance(one, TokenBatch) else ("x",)
-    n = min(length, getattr(one, names[0]).size(1) if one.lengths is None else int(one.lengths[0]))
+    names = ("inputs", "targets", "offsets") if isinstance(one, TokenBatch) else ("x",)
+    fields: dict[str, Tensor] = {name: field for name in names if (field := getattr(one, name)) is not None}
+    n = min(length, fields[names[0]].size(1) if one.lengths is None else int(one.lengths[0]))
     if one.starts is not None:  # to the next sequence of the row
         n = min([n, *(int(i) for i in one.starts[0].nonzero()[:, 0] if i > 0)])
-    return one._replace(**{name: getattr(one, name)[:, :n] for name in names}, lengths=None, starts=None)
+    return one._replace(**{name: field[:, :n] for name, field in fields.items()}, lengths=None, starts=None)
 
 
 @torch.no_grad()

@@ -260,8 +260,9 @@ def test_a_sequence_is_cut_to_what_is_valid_and_drawn():
     tokens, seen = torch.arange(20).view(2, 10), torch.tensor([3, 10])
     assert cut(TokenBatch(tokens, tokens, seen)).inputs.tolist() == [[0, 1, 2]]
     starts = torch.tensor([[0, 0, 1, 0, 0, 0, 0, 0, 0, 0]] * 2).bool()
-    first = cut(TokenBatch(tokens, tokens, starts=starts))  # without the second sequence
-    assert (first.inputs.tolist(), first.targets.tolist(), first.starts) == ([[0, 1]], [[0, 1]], None)
+    first = cut(TokenBatch(tokens, tokens, starts=starts, offsets=tokens))  # without the second sequence
+    assert [t.tolist() for t in (first.inputs, first.targets, first.offsets)] == [[[0, 1]]] * 3
+    assert first.starts is None
     pair = cut(PairBatch(tokens, seen, tokens, tokens, torch.tensor([9, 9]), ["a", "b"], [[], []]))
     assert (pair.source.tolist(), pair.source_lengths.tolist()) == ([[0, 1, 2]], [3])
     assert (pair.targets.tolist(), pair.sources) == ([[0, 1, 2, 3]], ["a"])

@@ -55,9 +55,9 @@ def interrupted_checkpoint(root: Path, args: list[str]) -> Path | None:
         return None
 
     def is_of_this_job(recorded: Any) -> bool:
-        if not isinstance(recorded, list) or len(recorded) < 2 or recorded[1] != args:
+        if not isinstance(recorded, list) or len(recorded) != 3 or recorded[1] != args:
             return False
-        return (number is not None and recorded[0] == number) or (launch() is not None and launch() in recorded[2:])
+        return (number is not None and recorded[0] == number) or (launch() is not None and recorded[2] == launch())
 
     runs = [run for run in run_folders(root) if is_of_this_job(_read(run / JOB_FILE))]
     for run in sorted(runs, key=lambda run: run.name, reverse=True):

@@ -40,7 +40,6 @@ from lit_effattn.checkpoints.averaging import average_parameters
 from lit_effattn.checkpoints.build import arguments_of
 from lit_effattn.checkpoints.io import AtomicCheckpointIO, read_checkpoint, saved_model, without_folders
 from lit_effattn.checkpoints.loading import OtherModelError, allowed_in, build_model
-from lit_effattn.checkpoints.own_runs import VERDICT
 from lit_effattn.checkpoints.plain_yaml import OutOfBoundsError
 from lit_effattn.checkpoints.printable import printable
 from lit_effattn.checkpoints.run_lock import RunLock
@@ -146,7 +145,6 @@ def run(args: list[str]) -> None:
             if RUN in os.environ:
                 discard_if_empty(Path(os.environ.pop(RUN)))
             os.environ.pop(CHECKPOINT, None)
-            os.environ.pop(VERDICT, None)
 
 
 class CLI(LightningCLI):

@@ -14,7 +14,7 @@ import lightning.pytorch as pl
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
 from lit_effattn.checkpoints import slurm
-from lit_effattn.checkpoints.own_runs import VERDICT, config_file, own_config
+from lit_effattn.checkpoints.own_runs import config_file, own_config
 from lit_effattn.checkpoints.recovery import read_intact
 from lit_effattn.checkpoints.runs import find_checkpoint, last_kept, run_of, short
 from lit_effattn.checkpoints.shipped import is_model
@@ -118,8 +118,6 @@ def resolve(arguments: Arguments) -> Resolved:
     rank_zero_info(f"{arguments.command} from {short(checkpoint)}{before}")
     config = own_config(checkpoint)
     file = None if (run := run_of(checkpoint)) is None else config_file(run)
-    if parent is None:
-        os.environ[VERDICT] = "" if config is None or file is None else str(file)
     if config is None:
         _check_lone(arguments, checkpoint, file, uses_data=uses_data)
     else:

@@ -178,32 +178,6 @@ def test_only_unfinished_files_of_dead_processes_are_removed(tmp_path: Path):
     remove_parts(tmp_path / "nowhere")
 
 
-def test_changed_bytes_are_noticed(saved: Path):
-    """64 bytes, in a tensor: torch itself reads them without a complaint."""
-    for where in [0.25, 0.5, 0.75]:
-        data = bytearray(saved.read_bytes())
-        start = int(where * len(data))
-        data[start : start + 64] = bytes(255 - byte for byte in data[start : start + 64])
-        saved.write_bytes(data)
-        torch.load(saved, weights_only=True)
-        with pytest.raises(DamagedError, match=r"last\.ckpt is damaged: the checksum of the whole file is wrong"):
-            read_checkpoint(saved)
-
-
-def test_a_changed_header_is_noticed(saved: Path):
-    data = bytearray(saved.read_bytes())
-    starts = [i for i in range(len(data)) if data[i : i + 4] == b"PK\x03\x04"][:4]
-    for start, at in ((start, at) for start in starts for at in range(4, 30)):
-        changed = bytearray(data)
-        changed[start + at] ^= 0xFF
-        saved.write_bytes(changed)
-        try:
-            result = read_checkpoint(saved)
-        except DamagedError:
-            continue
-        assert torch.equal(result["state_dict"]["weight"], content(1)["state_dict"]["weight"])  # a date, say
-
-
 def test_a_folder_that_cannot_be_made(tmp_path: Path):
     (tmp_path / "checkpoints").write_text("a file")
     with pytest.raises(OSError, match=r"checkpoints/last\.ckpt could not be written: (File exists|Not a directory)"):
@@ -251,6 +225,7 @@ OTHER_FILES = {
     "pickle": pickle.dumps({"state_dict": {}, "x": io.BytesIO}),
     "empty zip": tar_of_nothing(),
     "json": b'{"state_dict": {}}',
+    "an opcode of pickle": b"cab\n1\n.(]}u.\x80\x02" + bytes(100),
     "numpy": b"\x93NUMPY\x01\x00v\x00{'descr': '<f8', 'fortran_order': False, 'shape': (3,), }\n" + bytes(24),
 }
 
@@ -263,15 +238,6 @@ def test_a_file_of_another_program(tmp_path: Path):
             AtomicCheckpointIO().load_checkpoint(path)
         assert "\n" not in str(caught.value)
         assert len(str(caught.value)) < 500
-
-
-def test_any_first_byte(tmp_path: Path):
-    """Every opcode of pickle fails in its own way."""
-    for first in range(0, 256, 5):
-        path = tmp_path / "model.ckpt"
-        path.write_bytes(bytes([first]) + b"Xab\n1\n.(]}u.\x80\x02" + bytes(100))
-        with pytest.raises(ValueError, match=re.escape(str(path))):
-            AtomicCheckpointIO().load_checkpoint(path)
 
 
 def test_a_file_of_torch_that_is_no_checkpoint(tmp_path: Path):

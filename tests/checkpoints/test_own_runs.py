@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from lit_effattn.checkpoints import own_runs
 from lit_effattn.checkpoints.own_runs import config_file, marked, own_classes, own_config
 
 TEXT = "model:\n  class_path: collections.OrderedDict\n"
@@ -87,13 +86,3 @@ def test_without_a_key_a_warning_names_the_remedy(tmp_path: Path, monkeypatch: p
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
     with pytest.warns(UserWarning, match="other commands will not know this run as yours: give them --config"):
         assert marked(TEXT) == TEXT
-
-
-def test_a_child_takes_the_verdict_of_process_0(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "of another machine"))
-    monkeypatch.setenv(own_runs.VERDICT, str(run / "config.yaml"))
-    assert config_of(run) is None
-    monkeypatch.setenv("LOCAL_RANK", "1")
-    assert config_of(run) is not None
-    monkeypatch.setenv(own_runs.VERDICT, "")
-    assert config_of(run) is None

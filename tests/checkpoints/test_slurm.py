@@ -1,4 +1,3 @@
-import json
 import os
 from pathlib import Path
 
@@ -79,13 +78,6 @@ def test_a_restart_by_torchrun_without_an_id_begins_anew_and_says_so(
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
     assert interrupted_checkpoint(tmp_path, ARGS) is None
     assert "give torchrun --standalone or --rdzv-id" in str(recwarn.pop().message)
-
-
-def test_a_job_of_an_older_version_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    (run(tmp_path, "2026-01-01_00-00-00", "last.ckpt") / "slurm_job").write_text(json.dumps(["77", ARGS]))
-    monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
-    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "a")
-    assert interrupted_checkpoint(tmp_path, ARGS) is not None
 
 
 def test_without_slurm_nothing_is_recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

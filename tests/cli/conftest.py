@@ -5,7 +5,7 @@ import pytest
 import yaml
 
 
-@pytest.fixture
+@pytest.fixture(autouse=True)
 def empty_folder(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Run in a folder of the test's own, with a cache of its own; the settings `TINY` of a module are in tiny.yaml."""
     monkeypatch.chdir(tmp_path)

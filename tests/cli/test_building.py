@@ -13,7 +13,6 @@ from lightning.pytorch.accelerators import CPUAccelerator
 
 from lit_effattn.cli import main
 from lit_effattn.cli.command import CLI
-from tests.support.commands import fails
 
 TINY = [
     *("fit", "--config", "digits_linear", "--model.backbone.n_layers", "1", "--model.backbone.d_model", "16"),
@@ -36,11 +35,6 @@ class Loaders(pl.LightningDataModule):
         return torch.utils.data.DataLoader(torch.randint(4, (8, 4), dtype=torch.uint8), batch_size=4)
 
     val_dataloader = train_dataloader
-
-
-@pytest.fixture(autouse=True)
-def _in_an_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
 
 
 def built(monkeypatch: pytest.MonkeyPatch, *args: str, command: Sequence[str] = TINY) -> CLI:
@@ -131,20 +125,3 @@ def test_a_file_names_other_files_as_before_without_the_sections_of_fit(monkeypa
     )
     made = built(monkeypatch, command=["test", *TINY[1:], "--ckpt_path", str(path), "--config", "mine/run.yaml"])
     assert made.model.backbone.blocks[0].attention.window == 3
-
-
-@pytest.mark.parametrize(
-    ("flags", "code", "words"),
-    [
-        (["--trainer.val_check_interval", "0"], 1, "--trainer.val_check_interval 0: give at least 1"),
-        (["--trainer.max_steps", "0"], 1, "--trainer.max_steps 0: give at least 1, or -1 for no limit"),
-        (["--trainer.max_time", "{second: 3}"], 1, "the trainer can't be built: 'second' is an invalid keyword"),
-        (["--trainer.callbacks", "LearningRateFinder"], 1, "LearningRateFinder sets an attribute that nothing here"),
-        (["--config", "twice.yaml"], 1, "the key 'trainer' is there twice, in lines 1 and 3; join them"),
-        (["--model.backbone", "{d_model: 1, d_model: 2}"], 2, "model.backbone can't be read: the key 'd_model' is th"),
-    ],
-    ids=lambda value: value[-1] if isinstance(value, list) else "",
-)
-def test_mistakes_are_one_line(flags: list[str], code: int, words: str, capsys: pytest.CaptureFixture[str]):
-    Path("twice.yaml").write_text("trainer: {max_steps: 1}\nseed_everything: 1\ntrainer: {max_epochs: 1}\n")
-    assert words in fails(capsys, *TINY, *flags, code=code)

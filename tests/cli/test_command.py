@@ -70,13 +70,6 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
         return fit().resolve()
 
 
-@pytest.fixture(autouse=True)
-def _in_an_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    Path("tiny.yaml").write_text(yaml.safe_dump(TINY))
-
-
 def fit(*args: str) -> Path:
     """Train and return the run's folder."""
     before = set(runs())
@@ -472,32 +465,6 @@ def test_a_checkpoint_that_does_not_exist_is_an_error(capsys: pytest.CaptureFixt
 
 
 # ------------------------------------------------------------------------------------------------ mistakes
-
-
-@pytest.mark.parametrize(
-    ("flags", "code", "words"),
-    [
-        (["--model.backbone.n_heads", "3"], 1, "n_heads=3 does not divide d_model=16"),
-        (["--data.dataset", "folder", "--data.root", "absent", "--data.image_size", "8"], 1, "absent"),
-        (["--init_weights", "last"], 1, "--init_weights last: no run under"),
-        (["--init_weights", "absent.ckpt"], 1, "--init_weights absent.ckpt: there is no such file"),
-        (["--trainer.logger", "WandbLogger"], 1, "Requirement 'wandb>="),
-        (["--quite_another", "3"], 2, "there is no option --quite_another\n"),
-        (["--config", "list.yaml"], 1, "--config list.yaml holds a list, not settings"),
-        (["--config", "images"], 1, "--config images: this is a folder"),
-        (["--config", "image.png"], 1, "--config image.png is not text"),
-        (["--config", "nothing/like/it.yaml"], 1, "`lit-effattn configs` lists those"),
-        (["--data.source", "mnist"], 2, "PixelSequences has no option 'source'; there are dataset, "),
-        (["--checkpoint.save_top_k", "2", "--trainer.limit_val_batches", "0"], 1, "save_top_k=2 needs a validation"),
-    ],
-    ids=lambda value: value[0] if isinstance(value, list) else "",
-)
-def test_mistakes_are_told_in_a_line(flags: list[str], code: int, words: str, capsys: pytest.CaptureFixture[str]):
-    Path("images").mkdir()
-    Path("image.png").write_bytes(b"\x89PNG")
-    Path("list.yaml").write_text("- 1")
-    assert words in fails(capsys, "fit", "--config", "tiny.yaml", *flags, code=code)
-    assert not Path("runs").exists()
 
 
 def test_a_metric_that_is_not_there_is_told_with_those_that_are(capsys: pytest.CaptureFixture[str]):

@@ -36,9 +36,7 @@ TINY: dict[str, Any] = {
 
 
 @pytest.fixture(autouse=True)
-def _in_a_folder_with_texts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    Path("tiny.yaml").write_text(yaml.safe_dump(TINY))
+def _in_a_folder_with_texts(empty_folder: None) -> None:
     Path("texts").mkdir()
     for split, n in (("train", 40), ("val", 9), ("test", 11)):
         Path("texts", f"{split}.tsv").write_text(

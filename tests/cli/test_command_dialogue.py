@@ -15,11 +15,6 @@ from tests.support.commands import fails
 NARROW = small(CONFIG)[: small(CONFIG).index("--data")]
 
 
-@pytest.fixture(autouse=True)
-def _in_an_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-
-
 @pytest.mark.filterwarnings("ignore")
 def test_responses_of_a_trained_model_are_scored_and_written(capsys: pytest.CaptureFixture[str]):
     write(Path("data/cmu_dog"))

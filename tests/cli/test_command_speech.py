@@ -47,16 +47,9 @@ TINY = {
 TRUST = ["--trust", "tests.support.tones.Tones"]
 
 
-@pytest.fixture(autouse=True)
-def _in_an_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    Path("speech.yaml").write_text(yaml.safe_dump(TINY))
-
-
 def test_from_recordings_to_transcripts(capsys: pytest.CaptureFixture[str]):
     """Train and test; then recognise other recordings, with nothing left of the corpus."""
-    main(["fit", "--config", "speech.yaml"])
+    main(["fit", "--config", "tiny.yaml"])
     main(["test", *TRUST, "--ckpt_path", "best"])
     output = capsys.readouterr().out
     assert re.search(r"^test PER: \d+\.\d\d %$", output, re.M)
@@ -120,8 +113,8 @@ def transcripts(output: str) -> list[dict]:
 
 
 def test_a_run_that_stopped_within_an_epoch_ends_like_one_that_never_stopped():
-    main(["fit", "--config", "speech.yaml", "--trainer.default_root_dir", "whole"])
-    main(["fit", "--config", "speech.yaml", "--trainer.default_root_dir", "parts", "--trainer.max_steps", "1"])
+    main(["fit", "--config", "tiny.yaml", "--trainer.default_root_dir", "whole"])
+    main(["fit", "--config", "tiny.yaml", "--trainer.default_root_dir", "parts", "--trainer.max_steps", "1"])
     main(["fit", *TRUST, "--ckpt_path", str(last("parts")), "--trainer.max_steps", "-1"])
     assert_same_end(last("whole"), last("parts"))
 

@@ -1,13 +1,11 @@
 """What `--trust` adds to the registered classes, and what a checkpoint gives away."""
 
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 import yaml
 
-from lit_effattn import PixelModel
 from lit_effattn.cli import main
 from tests.cli.test_command import TINY
 from tests.cli.test_command_text import write_texts
@@ -15,43 +13,6 @@ from tests.support.commands import fails, last
 from tests.support.small_runs import SETTINGS
 
 __all__ = ["TINY"]  # the settings in tiny.yaml
-MINE = '''
-from lit_effattn.attention import LinearAttention
-
-class MyAttention(LinearAttention):
-    """One of the user's own."""
-'''
-
-
-@pytest.fixture(autouse=True)
-def _beside_my_module(empty_folder: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(str(tmp_path))
-    Path("my_module.py").write_text(MINE)
-    monkeypatch.delitem(sys.modules, "my_module", raising=False)
-
-
-# ------------------------------------------------------------------------------------------------ a class of one's own
-
-
-def test_an_attention_of_ones_own_is_trusted_in_ones_own_run_and_by_name_elsewhere(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
-    main(["fit", "--config", "tiny.yaml", "--model.backbone.attention", "my_module.MyAttention"])
-    del sys.modules["my_module"]
-    main(["test", "--ckpt_path", "best"])
-    assert "test bits/dim: " in capsys.readouterr().out
-    main(["fit", "--ckpt_path", "last", "--trainer.max_epochs", "2"])
-    (path,) = Path("runs").rglob("best.ckpt")
-    PixelModel.load_from_checkpoint(path)
-    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
-    del sys.modules["my_module"]
-    assert "--trust my_module.MyAttention" in fails(capsys, "generate", "--ckpt_path", "best")
-    assert "my_module" not in sys.modules
-    for name in ("my_module.MyAttention", "my_module"):
-        main(["generate", "--n", "1", "--ckpt_path", "best", "--trust", name])
-    for trust in ("my_module.MyAttention", sys.modules["my_module"].MyAttention):
-        model = PixelModel.load_from_checkpoint(path, trust=(trust,))
-        assert type(model.backbone.blocks[0].attention).__name__ == "MyAttention"
 
 
 def test_whole_modules_of_others_are_not_trusted(capsys: pytest.CaptureFixture[str]):
@@ -62,7 +23,7 @@ def test_whole_modules_of_others_are_not_trusted(capsys: pytest.CaptureFixture[s
 
 
 def test_trusting_what_is_not_there(capsys: pytest.CaptureFixture[str]):
-    for name in ["nowhere", "my_module.Nothing", "my module", ""]:
+    for name in ["nowhere", "tests.cli.Nothing", "my module", ""]:
         assert f"--trust {name}: " in fails(capsys, "fit", "--config", "tiny.yaml", "--trust", name)
 
 

@@ -18,12 +18,6 @@ from lit_effattn.datamodules.text.prepare import prepare as make
 from tests.support.commands import fails
 
 
-@pytest.fixture(autouse=True)
-def _in_an_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-
-
 def test_images_of_ones_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     """A folder in place of a configuration's data: where, how much, and a grid of the images."""
     Path("mine").mkdir()

@@ -17,7 +17,6 @@ from tests.support.small_runs import checkpoint
 
 RUN = Path("runs/received/2026-01-01_00-00-00")
 LAST = RUN / "checkpoints" / "last.ckpt"
-pytestmark = pytest.mark.usefixtures("empty_folder")
 
 
 @pytest.fixture

@@ -7,7 +7,6 @@ from types import ModuleType
 from typing import Any, ClassVar
 
 import pytest
-import yaml
 from lightning.pytorch.loggers import Logger
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -15,7 +14,7 @@ from lit_effattn.analysis.records import RunRecord, read_run
 from lit_effattn.cli import main
 from tests.support.commands import last, spec
 
-CONFIG = {
+TINY = {
     "model": spec("PixelModel", backbone=spec("Transformer", d_model=8, n_heads=2, n_layers=1)),
     "data": spec("PixelSequences", dataset="digits", batch_size=64),
     "trainer": {
@@ -25,12 +24,6 @@ CONFIG = {
 }
 MEASURED = {"train/bits_per_dim": {0, 1, 2, 3}, "val/bits_per_dim": {1, 3}}
 """The steps at which each metric is logged."""
-
-
-@pytest.fixture(autouse=True)
-def _in_an_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    Path("tiny.yaml").write_text(yaml.safe_dump(CONFIG))
 
 
 def fit(*args: str) -> RunRecord:

@@ -44,6 +44,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "part.yaml").write_text("class_path: Transformer\ninit_args: {d_model: 8\n")
     (folder / "whole.yaml").write_text("model: {class_path: PixelModel, init_args: {backbone: sub/part.yaml}}")
     (folder / "sub").mkdir()
+    (folder / "images").mkdir()
+    (folder / "image.png").write_bytes(b"\x89PNG")
+    (folder / "list.yaml").write_text("- 1")
+    (folder / "twice.yaml").write_text("trainer: {max_steps: 1}\nseed_everything: 1\ntrainer: {max_epochs: 1}\n")
     (folder / "sub" / "part.yaml").write_text(f"class_path: Transformer\ninit_args: {{{LAUGHS}}}")
     (folder / "text.ckpt").write_text("no checkpoint")
     with pytest.MonkeyPatch.context() as patch:
@@ -83,6 +87,9 @@ def _said(folder: Path, args: list[str], code: int, capsys: pytest.CaptureFixtur
         (["--config", "section.yaml"], "there is no option --modle; did you mean --model?"),
         (["digits_linear"], "its option; did you mean --config digits_linear?"),
         (["--model.backbone", "none.yaml"], "model.backbone: there is no file none.yaml, or it holds no settings"),
+        (["--quite_another", "3"], "there is no option --quite_another\n"),
+        (["--data.source", "mnist"], "PixelSequences has no option 'source'; there are dataset, "),
+        (["--model.backbone", "{d_model: 1, d_model: 2}"], "model.backbone can't be read: the key 'd_model' is th"),
         (["--config", "number.yaml"], "data=5 is not a LightningDataModule: give the name of a class"),
     ],
     ids=lambda value: value[0] if isinstance(value, list) else "",
@@ -95,6 +102,11 @@ def test_an_option_that_is_not_there(flags: list[str], words: str, folder: Path,
     ("flags", "words"),
     [
         (["--config"], "--config has no value"),
+        (["--config", "list.yaml"], "--config list.yaml holds a list, not settings"),
+        (["--config", "images"], "--config images: this is a folder"),
+        (["--config", "image.png"], "--config image.png is not text"),
+        (["--config", "nothing/like/it.yaml"], "`lit-effattn configs` lists those"),
+        (["--config", "twice.yaml"], "the key 'trainer' is there twice, in lines 1 and 3; join them"),
         (["--config", "empty.yaml"], "--config empty.yaml holds nothing, not settings"),
         (["--config", "tab.yaml"], "--config tab.yaml is not YAML in line 2, column 1"),
         (["--config", "laughs.yaml"], "--config laughs.yaml can't be read: it has more than 100,000 nodes"),
@@ -120,6 +132,16 @@ def test_an_option_that_is_not_there(flags: list[str], words: str, folder: Path,
             ["--ckpt_path", "pixels.ckpt", "--model.optimizer", "SGD", "--model.optimizer.lr", "0.5"],
             "--model.optimizer is SGD here and AdamW in the checkpoint",
         ),
+        (["--model.backbone.n_heads", "3"], "n_heads=3 does not divide d_model=8"),
+        (["--data.dataset", "folder", "--data.root", "absent", "--data.image_size", "8"], "absent"),
+        (["--init_weights", "last", "--name", "other"], "--init_weights last: no run under"),
+        (["--init_weights", "absent.ckpt"], "--init_weights absent.ckpt: there is no such file"),
+        (["--trainer.logger", "WandbLogger"], "Requirement 'wandb>="),
+        (["--checkpoint.save_top_k", "2", "--trainer.limit_val_batches", "0"], "save_top_k=2 needs a validation"),
+        (["--trainer.val_check_interval", "0"], "--trainer.val_check_interval 0: give at least 1"),
+        (["--trainer.max_steps", "0"], "--trainer.max_steps 0: give at least 1, or -1 for no limit"),
+        (["--trainer.max_time", "{second: 3}"], "the trainer can't be built: 'second' is an invalid keyword"),
+        (["--trainer.callbacks", "LearningRateFinder"], "LearningRateFinder sets an attribute that nothing here"),
         (["--trainer.devices", "two"], "--trainer.devices two: give a number"),
         (["--trainer.accumulate_grad_batches", "0"], "--trainer.accumulate_grad_batches 0 must be"),
         (["--trainer.default_root_dir", "tiny.yaml"], "--trainer.default_root_dir tiny.yaml is a file"),

@@ -14,7 +14,6 @@ from lit_effattn.datamodules import PixelSequences
 from tests.support.commands import fails, spec
 from tests.support.small_runs import SETTINGS, checkpoint
 
-pytestmark = pytest.mark.usefixtures("empty_folder")
 PERFORMER = "lit_effattn.attention.PerformerAttention"
 
 

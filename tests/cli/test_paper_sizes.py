@@ -141,11 +141,6 @@ def made(name: str) -> CLI:
     return built(config, *variant, *flags, device="cpu" if name.startswith("wsj") else "meta")
 
 
-@pytest.fixture(autouse=True)
-def _in_an_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-
-
 def test_every_configuration_of_a_papers_size_has_its_figure():
     assert SIZES.keys() == SIZED.keys() - OTHERS
 

@@ -4,7 +4,6 @@ from pathlib import Path
 
 import pytest
 import torch
-import yaml
 
 from lit_effattn import LanguageModel
 from lit_effattn.attention import WindowedLinearAttention
@@ -38,10 +37,7 @@ WINDOWED = ("--model.backbone.attention", "WindowedLinearAttention", "--model.ba
 
 
 @pytest.fixture(autouse=True)
-def _in_an_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    Path("tiny.yaml").write_text(yaml.safe_dump(TINY))
+def _beside_a_text(empty_folder: None) -> None:
     Path("text.txt").write_text("".join(f"{i} times {i} is {i * i}. " for i in range(400)))
 
 

@@ -14,6 +14,7 @@ import yaml
 from lit_effattn.analysis.sweep import RECORD, Sweep
 from lit_effattn.checkpoints.trust import may_name_modules
 from lit_effattn.cli import main
+from lit_effattn.tasks import LanguageModel
 from tests.analysis.test_sweep import CONFIG, Children
 from tests.support.commands import REPOSITORY, fails
 
@@ -77,6 +78,7 @@ def test_every_command_takes_a_kind_of_ones_own_run(capsys: pytest.CaptureFixtur
         sys.modules.pop("my_module", None)
         main(args)
         assert "my_module" not in capsys.readouterr().err
+    assert type(LanguageModel.load_from_checkpoint(checkpoint).backbone.blocks[0].attention).__name__ == KIND[10:]
     assert "parameters" in (page := (tmp_path / "report.html").read_text())
     assert "can't be read" not in page
     sys.modules.pop("my_module", None)
@@ -100,6 +102,9 @@ def test_of_somebody_elses_run_the_model_alone_is_used_with_trust(
         assert f"--trust {KIND}" in fails(capsys, *args)
         assert "my_module" not in sys.modules
         main([*args, "--trust", KIND])
+    for trust in (KIND, sys.modules["my_module"].MeanAttention, "my_module"):
+        model = LanguageModel.load_from_checkpoint(checkpoint, trust=(trust,))
+        assert type(model.backbone.blocks[0].attention).__name__ == KIND[10:]
     for command in ("test", "fit"):
         output = fails(capsys, command, "--ckpt_path", "best", "--trust", KIND)
         assert f"this account did not write {config}" in output

@@ -18,7 +18,7 @@ from lit_effattn.datamodules.speech.audio import AudioError, read_audio
 from lit_effattn.datamodules.speech.filterbanks import Filterbanks, moments
 from lit_effattn.datamodules.speech.utterances import Utterance
 
-FORMAT = 3
+FORMAT = 4
 """Version of the file format. Increment it if the same recordings give different files."""
 
 _QUICK = 500  # fewer utterances show no progress bar
@@ -154,18 +154,16 @@ def _make(
     readings = _read(utterances, reader, num_workers, title, stored)
     if stored is not None:
         stored.close()
-    np.save(folder / "n_frames.npy", readings.n_frames)
-    np.save(folder / "statistics.npy", torch.stack(list(readings.statistics.values())).numpy())
-    write_about(folder, {"speakers": list(readings.statistics), "faults": readings.faults})  # speakers include None
+    statistics = [(speaker, of_one.tolist()) for speaker, of_one in readings.statistics.items()]
+    write_about(folder, {"n_frames": readings.n_frames.tolist(), "statistics": statistics, "faults": readings.faults})
 
 
 def _load(folder: Path) -> Readings:
     about = read_about(folder)
-    statistics = torch.from_numpy(np.load(folder / "statistics.npy"))
     return Readings(
-        np.load(folder / "n_frames.npy"),
+        np.array(about["n_frames"], np.int64),
         {int(i): Fault(*fault) for i, fault in about["faults"].items()},
-        dict(zip(about["speakers"], statistics, strict=True)),
+        {speaker: torch.tensor(of_one, dtype=torch.float64) for speaker, of_one in about["statistics"]},
     )
 
 

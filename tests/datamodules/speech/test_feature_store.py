@@ -135,9 +135,9 @@ def test_what_was_damaged_or_interrupted_is_made_again(tmp_path, utterances, mon
             stored(utterances, tmp_path / "cache")
     assert not list(tmp_path.rglob("*.bin"))
     check()
-    for name in ("features.bin", "n_frames.npy", "about.json"):
+    for name in ("features.bin", "features.npy", "about.json"):
         (path,) = (tmp_path / "cache").glob(f"*/{name}")
-        path.unlink() if name == "n_frames.npy" else path.write_bytes(path.read_bytes()[:-5])
+        path.unlink() if name == "features.npy" else path.write_bytes(path.read_bytes()[:-5])
         check()
     (folder,) = (p for p in (tmp_path / "cache").iterdir() if p.is_dir())
     left = folder.rename(folder.with_name(f".{folder.name}.lit-effattn-unfinished"))  # by a killed run

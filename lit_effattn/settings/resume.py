@@ -14,8 +14,8 @@ import lightning.pytorch as pl
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
 from lit_effattn.checkpoints import slurm
+from lit_effattn.checkpoints.io import read_intact
 from lit_effattn.checkpoints.own_runs import config_file, own_config
-from lit_effattn.checkpoints.recovery import read_intact
 from lit_effattn.checkpoints.runs import find_checkpoint, last_kept, run_of, short
 from lit_effattn.checkpoints.shipped import is_model
 from lit_effattn.checkpoints.trust import find, imported, may_name_modules

@@ -164,27 +164,16 @@ def test_a_value_that_lightning_would_take(
         (["test", "--average", "many"], 1, "--average many must be a number of checkpoints"),
         (["predict", "--data.audio", "x.wav"], 2, "PixelSequences has no option 'audio'"),
         (["test", "--model", "LanguageModel"], 1, "LanguageModel takes vocab_size from the data"),
+        (["data", "--model", "X"], 2, "there is no option --model here: it is one of fit\n"),
+        (["data", "--trainer.max_steps", "3"], 2, "there is no option --trainer.max_steps here: it is one of fit\n"),
+        (["data", "--name", "x"], 2, "there is no option --name here: it is one of fit\n"),
+        (["data", "--prompt", "x"], 2, "there is no option --prompt here: it is one of generate\n"),
+        (["data", "--backbon", "x"], 2, "there is no option --backbon\n"),
+        (["data", "--batch_sice", "x"], 2, "there is no option --batch_sice; did you mean --data.batch_size?\n"),
+        (["fit", "--average", "3"], 2, "there is no option --average here: it is one of test\n"),
     ],
     ids=lambda value: " ".join(value[:2]) if isinstance(value, list) else "",
 )
 def test_of_other_commands(args: list[str], code: int, words: str, folder: Path, capsys: pytest.CaptureFixture[str]):
-    assert words in _said(folder, [*args, "--config", "tiny.yaml", "--ckpt_path", "pixels.ckpt"], code, capsys)
-
-
-@pytest.mark.parametrize(
-    ("args", "words"),
-    [
-        (["data", "--model", "X"], "there is no option --model here: it is one of fit\n"),
-        (["data", "--trainer.max_steps", "3"], "there is no option --trainer.max_steps here: it is one of fit\n"),
-        (["data", "--name", "x"], "there is no option --name here: it is one of fit\n"),
-        (["data", "--prompt", "x"], "there is no option --prompt here: it is one of generate\n"),
-        (["data", "--backbon", "x"], "there is no option --backbon\n"),
-        (["data", "--batch_sice", "x"], "there is no option --batch_sice; did you mean --data.batch_size?\n"),
-        (["fit", "--average", "3"], "there is no option --average here: it is one of test\n"),
-    ],
-    ids=lambda value: " ".join(value[:2]) if isinstance(value, list) else "",
-)
-def test_no_option_is_proposed_that_the_command_does_not_have(
-    args: list[str], words: str, folder: Path, capsys: pytest.CaptureFixture[str]
-):
-    assert words in _said(folder, [*args, "--config", "tiny.yaml"], 2, capsys)
+    checkpoint = [] if args[0] in ("data", "fit") else ["--ckpt_path", "pixels.ckpt"]
+    assert words in _said(folder, [*args, "--config", "tiny.yaml", *checkpoint], code, capsys)

@@ -21,7 +21,16 @@ from tests.support.processes import free_port
 
 pytestmark = [pytest.mark.processes, pytest.mark.exhaustive]
 
-NODES = ["--trainer.num_nodes", "2", "--trainer.devices", "1", "--trainer.accelerator", "cpu", "--trainer.strategy=ddp"]
+NODES = [
+    "--trainer.num_nodes",
+    "2",
+    "--trainer.devices",
+    "1",
+    "--trainer.accelerator",
+    "cpu",
+    "--trainer.strategy",
+    "ddp",
+]
 STOP = ["--trainer.callbacks+=interruptions.SignalAt", "--trainer.callbacks.every_rank", "false"]
 
 
@@ -53,10 +62,16 @@ def together(commands: list[tuple[list[str], dict[str, str]]]) -> list[int]:
 
 
 def fit(root: str, step: int, number: signal.Signals) -> list[str]:
+    at = [
+        "--trainer.callbacks.once",
+        f"{root}-was-stopped",
+        "--trainer.callbacks.step",
+        str(step),
+        "--trainer.callbacks.number",
+        str(int(number)),
+    ]
     run = ["--trainer.default_root_dir", root, "--checkpoint.every_n_train_steps", "2"]
-    once = ["--trainer.callbacks.once", f"{root}-was-stopped"]
-    at = ["--trainer.callbacks.step", str(step), "--trainer.callbacks.number", str(int(number))]
-    return ["lit_effattn.cli", "fit", "--config", "tiny.yaml", *NODES, *run, *STOP, *once, *at]
+    return ["lit_effattn.cli", "fit", "--config", "tiny.yaml", *NODES, *run, *STOP, *at]
 
 
 @pytest.fixture(scope="module")

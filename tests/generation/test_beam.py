@@ -22,6 +22,7 @@ from lit_effattn.attention import (
     TransformerXLAttention,
 )
 from lit_effattn.generation import beam as module
+from lit_effattn.generation import compiled
 from lit_effattn.generation.beam import Hypotheses, beam_search
 from lit_effattn.generation.sampling import generate
 from lit_effattn.nn.heads import CategoricalHead, Head
@@ -475,11 +476,14 @@ def test_bad_arguments_are_named(options: dict, words: str):
 
 
 @pytest.mark.parametrize("name", ["softmax", pytest.param("xl", marks=pytest.mark.exhaustive)])
-def test_compiled_steps_find_the_same(name: str, interpreted: list[Path]):
-    """In states that each step reorders."""
+def test_compiled_steps_find_the_same(name: str, interpreted: list[Path], monkeypatch: pytest.MonkeyPatch):
+    """In states that each step reorders, with a step that is traced once."""
     made, prompt = parts(name, vocabulary=5, seed=2), torch.tensor([[1, 3], [0, 4]])
+    traced, program = [], compiled.program
+    monkeypatch.setattr(compiled, "program", lambda *arguments: traced.append(program(*arguments)) or traced[-1])
     how: dict[str, Any] = {"beam": 3, "end": END, "n_best": 2}
     found = beam_search(*made, prompt, 8, compile=True, **how)
+    assert len(traced) == 1
     expected = beam_search(*made, prompt, 8, compile=False, **how)
     assert torch.equal(found.tokens, expected.tokens)
     assert torch.equal(found.lengths, expected.lengths)

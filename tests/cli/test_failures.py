@@ -64,7 +64,7 @@ def test_a_run_whose_folder_was_deleted(tmp_path: Path):
     missing = run / "csv" / "metrics.csv"
     for name in (str(missing), os.fsencode(missing)):
         output = explained(FileNotFoundError(2, "No such file or directory", name), "fit")
-        assert output == f"the folder of this run, {run}, was deleted while the run wrote to it"
+        assert output == f"the folder of this run, {run.name}, was deleted while the run wrote to it"
     run.mkdir()
     assert explained(FileNotFoundError(2, "No such file or directory", str(missing)), "fit") is None
     assert explained(OSError("full"), "fit") is None

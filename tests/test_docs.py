@@ -100,9 +100,13 @@ def test_data_of_your_own_are_token_batches():
 
 
 def flags_of_figures() -> dict[str, list[str]]:
-    """Collect the flags that docs/reproduce.md gives to each configuration, all of one in a row: parsers are slow."""
+    """Collect the flags that docs/reproduce.md gives to each configuration, all of one in a row: parsers are slow.
+
+    Those that name another backbone are the last: options of the one before are no longer accepted after them.
+    """
     flags: dict[str, list[str]] = {}
-    for words in map(shlex.split, re.findall(r"`(?:fit|test) --config ([^`]+)`", PAGES["docs/reproduce.md"])):
+    commands = map(shlex.split, re.findall(r"`(?:fit|test) --config ([^`]+)`", PAGES["docs/reproduce.md"]))
+    for words in sorted(commands, key=lambda words: "--model.backbone" in words):
         # A test's flags are those of the model and the data, which fit has, too; there is no checkpoint.
         flags.setdefault(words[0], []).extend(shlex.split(shlex.join(words[1:]).replace("--ckpt_path best", "")))
     return {name: words for name, words in flags.items() if words}

@@ -211,7 +211,7 @@ def test_small_constants_stay_in_onnx(tmp_path):
     assert export(model, tmp_path / "x.onnx", format="onnx", check=20).difference < ROUNDED
 
 
-class SearchingAttention(LinearAttention):
+class SearchingAttention(SoftmaxAttention):
     """A kind of the user's own, with an option of torch.searchsorted that no kind of the library uses."""
 
     options: ClassVar[dict[str, Any]] = {}
@@ -227,7 +227,7 @@ def test_what_onnx_has_no_function_for_is_named_without_colours(tmp_path, monkey
     monkeypatch.setattr(exporting, "_search_sorted", None)
     monkeypatch.setattr(torch.onnx, "export", without_translations(torch.onnx.export))
     with pytest.raises(ValueError, match="can't be exported") as refused:
-        export(language_model(SearchingAttention), tmp_path / "x", format="onnx")
+        export(language_model(partial(SearchingAttention, window=4)), tmp_path / "x", format="onnx")
     assert str(refused.value).endswith("with format=onnx: No ONNX function found for aten.searchsorted")
 
 
@@ -237,7 +237,7 @@ def test_an_option_that_onnx_lacks_is_named_with_a_remedy(tmp_path, monkeypatch)
     for option in ({"out_int32": True}, {"side": "right"}, {"sorter": torch.arange(3)}):
         monkeypatch.setattr(SearchingAttention, "options", option)
         with pytest.raises(ValueError, match="SearchingAttention can't be exported") as refused:
-            export(language_model(SearchingAttention), tmp_path / "x", format="onnx")
+            export(language_model(partial(SearchingAttention, window=4)), tmp_path / "x", format="onnx")
         text = f"torch.searchsorted with {next(iter(option))} is not supported; use right, or format=torch"
         assert str(refused.value).endswith(f"with format=onnx: {text}")
 

@@ -168,10 +168,19 @@ class InfiniteAttention(MemoryAttention):
             for name, given in (("position_dropout", self.position_dropout), ("share_uv", bool(self.shared))):
                 if given:
                     raise ValueError(f"{name}={given} with short_term='softmax', which has no R, u and v: leave it out")
-        self.segment_len, self.n_basis, self.widths = segment_len, n_basis, tuple(widths)
-        self.ridge, self.tau, self.n_samples, self.writes = ridge, tau, n_samples, writes
-        self.sticky, self.n_bins, self.sampling, self.grid = sticky, n_bins, sampling, grid
-        self.tie_query, self.norm_signal = tie_query, norm_signal
+        self.segment_len = segment_len
+        self.n_basis = n_basis
+        self.widths = tuple(widths)
+        self.ridge = ridge
+        self.tau = tau
+        self.n_samples = n_samples
+        self.writes = writes
+        self.sticky = sticky
+        self.n_bins = n_bins
+        self.sampling = sampling
+        self.grid: Grid = grid
+        self.tie_query = tie_query
+        self.norm_signal = norm_signal
         self.long_term: LongTermMemory | None = None
         if n_basis:
             # Without biases the term is 0 where there is no signal. Its gradient is then 0, not None.

@@ -354,9 +354,13 @@ def _search_sorted(
     """Translate torch.searchsorted, which the converter does not support: count the smaller (or equal) elements."""
     import onnxscript
 
-    for name, given in {"out_int32": out_int32, "side": side is not None, "sorter": sorter is not None}.items():
+    for name, given, remedy in (
+        ("out_int32", out_int32, "convert the result"),
+        ("side", side is not None, "give right=True or right=False"),
+        ("sorter", sorter is not None, "sort the sequence before"),
+    ):
         if given:
-            raise NotImplementedError(f"torch.searchsorted with {name} is not supported; use right, or format=torch")
+            raise NotImplementedError(f"torch.searchsorted with {name} is not supported; {remedy}, or use format=torch")
     op: Any = onnxscript.opset18
     last = op.Constant(value_ints=[-1])
     elements, values = op.Unsqueeze(sorted_sequence, op.Constant(value_ints=[-2])), op.Unsqueeze(x, last)

@@ -234,12 +234,15 @@ def test_what_onnx_has_no_function_for_is_named_without_colours(tmp_path, monkey
 @pytest.mark.exhaustive
 @needs("onnx", "onnxscript", "onnxruntime")
 def test_an_option_that_onnx_lacks_is_named_with_a_remedy(tmp_path, monkeypatch):
-    for option in ({"out_int32": True}, {"side": "right"}, {"sorter": torch.arange(3)}):
-        monkeypatch.setattr(SearchingAttention, "options", option)
+    for options, text in (
+        ({"out_int32": True}, "out_int32 is not supported; convert the result"),
+        ({"side": "right"}, "side is not supported; give right=True or right=False"),
+        ({"sorter": torch.arange(3)}, "sorter is not supported; sort the sequence before"),
+    ):
+        monkeypatch.setattr(SearchingAttention, "options", options)
         with pytest.raises(ValueError, match="SearchingAttention can't be exported") as refused:
             export(language_model(partial(SearchingAttention, window=4)), tmp_path / "x", format="onnx")
-        text = f"torch.searchsorted with {next(iter(option))} is not supported; use right, or format=torch"
-        assert str(refused.value).endswith(f"with format=onnx: {text}")
+        assert str(refused.value).endswith(f"with format=onnx: torch.searchsorted with {text}, or use format=torch")
 
 
 @pytest.mark.exhaustive

@@ -31,7 +31,7 @@ from lit_effattn.ops.favor.pytorch import draw_omega, positive_favor
 from lit_effattn.ops.gated_linear import fla
 from lit_effattn.ops.gated_linear.pytorch import gated_linear_attention
 from lit_effattn.ops.linear.pytorch import causal_linear_attention
-from lit_effattn.ops.runtime.selection import KERNELS
+from lit_effattn.ops.runtime.operators import KERNELS
 
 PARTS = {"tests": 60, "tuning": 150, "kernels": 120, "steps": 110, "generation": 90}
 """The parts and their limits in seconds."""

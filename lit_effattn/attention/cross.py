@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
+from lit_effattn.attention.base import MultiHead
 from lit_effattn.attention.feature_maps import EluFeatureMap, FeatureMap
-from lit_effattn.attention.multi_head import MultiHead
 from lit_effattn.attention.random_features import Features, FeatureSums, RandomFeatures
 from lit_effattn.checks import probabilities
 from lit_effattn.ops.dot_product import dot_product_attention

@@ -39,7 +39,7 @@ class LinearAttention(Attention):
     reaches back to the start. The state has the sums of every head of queries, H F (D + 1) numbers; F is `d_qk` / H for
     elu + 1. Feature map, sums and division are computed in float32 at least, regardless of autocast: in float16 the
     denominator overflows near N = 1024, and a running sum in bfloat16 drifts by a quarter. Causal
-    attention has its own kernels, on CUDA for elu + 1, on the CPU for any feature map: see `ops.runtime.selection`.
+    attention has its own kernels, on CUDA for elu + 1, on the CPU for any feature map: see `ops.runtime.operators`.
 
     Args:
         feature_map: Makes φ from the dimension of a head's queries and keys: `EluFeatureMap`, `ReluFeatureMap`,

@@ -15,9 +15,9 @@ from typing_extensions import override
 from lit_effattn.attention.base import Attention
 from lit_effattn.attention.kv_cache import newest
 from lit_effattn.checks import at_least, positive
-from lit_effattn.ops.convolution import short_convolution
 from lit_effattn.ops.gated_linear import fla
 from lit_effattn.ops.gated_linear.pytorch import gated_linear_attention, gated_linear_step
+from lit_effattn.ops.runtime.operators import default_form
 from lit_effattn.sequence import (
     State,
     accumulator,
@@ -253,7 +253,11 @@ class RecurrentAttention(Attention):
     ) -> tuple[_Heads, Tensor]:
         """Compute the arguments of the recurrence for the heads `of`, and the newest inputs of the convolution."""
         given, full = channels.dtype, accumulator(channels.dtype)
-        channels, recent = self._convolved(channels.to(full), state.recent, lengths)
+        channels, recent = channels.to(full), state.recent
+        if self.convolution is not None:
+            channels, recent = self.convolution(channels, recent, lengths)
+        if self.activated:
+            channels = F.silu(channels)
         width = self.n_qk_heads * self.qk_dim
         q, k, v = channels.split([width, width, self.n_heads * self.head_dim], -1)
         q, k = self.features(*(t.unflatten(2, (self.n_qk_heads, -1)) for t in (q, k)))
@@ -265,16 +269,11 @@ class RecurrentAttention(Attention):
         )  # (H,), (B, H, N) or (B, H, N, D_qk)
         if step is not None:
             k = k * step[..., None]
-        if fla.use(q.device, given, self.qk_dim, gated=log_decay is not None and log_decay.dim() > 1):
+        is_gated = log_decay is not None and log_decay.dim() > 1
+        if q.is_cuda and fla.use(q.device, given, self.qk_dim, gated=is_gated):
             q, k, v = (t.to(given) for t in (q, k, v))
         skip = None if self.skip is None else self.skip[of, None, None].to(full)
         return _Heads(q, k, v, log_decay, beta, skip), recent
-
-    def _convolved(self, channels: Tensor, recent: Tensor, lengths: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Apply the convolution and SiLU: (B, N, C) -> (B, N, C), and the newest inputs."""
-        if self.convolution is not None:
-            channels, recent = self.convolution(channels, recent, lengths)
-        return F.silu(channels) if self.activated else channels, recent
 
     def empty_state(
         self, batch_size: int, max_len: int | None, device: torch.device, dtype: torch.dtype
@@ -318,7 +317,8 @@ class ShortConvolution(nn.Module):
         """
         bias = None if self.bias is None else self.bias.to(x.dtype)
         before = recent.to(x.dtype)
-        y, newest_inputs = short_convolution(x, before, self.weight.to(x.dtype), bias)
+        convolve = torch.ops.lit_effattn.short_convolution if default_form(x.device) == "onnx" else _convolve
+        y, newest_inputs = convolve(x, before, self.weight.to(x.dtype), bias)
         if lengths is not None:
             k = self.size - 1
             newest_inputs = newest(torch.cat([before, x], 1), lengths + k, k, dim=1)
@@ -327,6 +327,28 @@ class ShortConvolution(nn.Module):
     def extra_repr(self) -> str:
         """Return the sizes."""
         return f"{self.weight.size(1)}, size={self.size}, bias={self.bias is not None}"
+
+
+def _convolve(x: Tensor, recent: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Return y and the newest inputs: see `ShortConvolution`. `weight` is (K, C)."""
+    n, k = x.size(1), weight.size(0)
+    joined = torch.cat([recent, x], 1)  # (B, K − 1 + N, C)
+    y = joined[:, k - 1 :] * weight[0]
+    for j in range(1, k):
+        y = torch.addcmul(y, joined[:, k - 1 - j : k - 1 - j + n], weight[j])
+    return y if bias is None else y + bias, joined[:, n:].clone()
+
+
+def _shapes_of_convolution(x: Tensor, recent: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(x), torch.empty_like(recent)
+
+
+# In programs for ONNX, whose translation of this operator is one node.
+torch.library.define(
+    "lit_effattn::short_convolution", "(Tensor x, Tensor recent, Tensor weight, Tensor? bias) -> (Tensor, Tensor)"
+)
+torch.library.impl("lit_effattn::short_convolution", "cpu", _convolve)
+torch.library.register_fake("lit_effattn::short_convolution", _shapes_of_convolution)
 
 
 class GatedNorm(nn.Module):

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from lit_effattn.attention.multi_head import kinds_with
+from lit_effattn.attention.base import kinds_with
 from lit_effattn.sequence import SequenceModule, State, in_parts, map_tensors, tensors
 
 

@@ -21,7 +21,7 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-from lit_effattn.attention.multi_head import MultiHead
+from lit_effattn.attention.base import MultiHead
 from lit_effattn.nn.lstm import LSTM
 from lit_effattn.nn.transformer import Block, FeedForward
 from lit_effattn.sequence import State, map_tensors

@@ -35,8 +35,8 @@ from lit_effattn.hparams import spec
 from lit_effattn.interchange import onnx_operators
 from lit_effattn.interchange.steps import SpeechStep, Step, TokenStep, with_tensors
 from lit_effattn.ops.runtime.differences import largest, largest_difference
+from lit_effattn.ops.runtime.operators import kept
 from lit_effattn.ops.runtime.quiet import quiet
-from lit_effattn.ops.runtime.selection import kept
 from lit_effattn.sequence import State, donated, map_tensors, tensors
 from lit_effattn.tasks import LanguageModel, PixelModel, SpeechRecognizer
 from lit_effattn.tasks.base import Task

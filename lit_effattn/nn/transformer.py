@@ -13,9 +13,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from typing_extensions import override
 
-from lit_effattn.attention.base import Attention, AttentionFactory
+from lit_effattn.attention.base import Attention, AttentionFactory, kinds_with
 from lit_effattn.attention.cross import CrossAttention, CrossAttentionFactory, check_source
-from lit_effattn.attention.multi_head import kinds_with
 from lit_effattn.attention.positions import PositionsFactory, RotaryPositions, SinusoidalPositions
 from lit_effattn.attention.softmax import SoftmaxAttention
 from lit_effattn.checks import at_least, one_of, positive, probabilities

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lit_effattn.ops.runtime.selection import Operator
+from lit_effattn.ops.runtime.operators import Operator
 from lit_effattn.sequence import accumulator, reads_values
 
 NOWHERE = -(2**30)
@@ -191,7 +191,7 @@ def attend_in_chunks(
         return _attend_at_once(x, v, places, grid, chunks.slots, n_buckets, causal)
     if before is None:
         before = grid.new_zeros(len(x))
-    out, _, _ = _OPERATOR(x, v, places, grid, chunks.slots, before, n_buckets, causal)
+    out, _, _ = _OPERATOR.forward(x, v, places, grid, chunks.slots, before, n_buckets, causal)
     return out
 
 

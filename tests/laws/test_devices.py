@@ -21,7 +21,7 @@ from lit_effattn.generation.sampling import _advance, _Model
 from lit_effattn.nn.adaptive import AdaptiveHead
 from lit_effattn.nn.heads import CategoricalHead, MixtureOfLogisticsHead
 from lit_effattn.ops import continuous
-from lit_effattn.ops.runtime.selection import KERNELS
+from lit_effattn.ops.runtime.operators import KERNELS
 from lit_effattn.sequence import SequenceModule
 from tests.laws.cases import CASES, EACH, LINEAR, Case, stack
 from tests.laws.tools import each

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from lit_effattn.ops.runtime import selection
-from lit_effattn.ops.runtime.selection import KERNELS
+from lit_effattn.ops.runtime import operators
+from lit_effattn.ops.runtime.operators import KERNELS
 
 
 @pytest.fixture(params=["plain", ""], ids=["in PyTorch", "in C++"])
@@ -16,9 +16,9 @@ def in_float32(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch):
 @pytest.fixture
 def no_notices():
     """Every notice is given again."""
-    selection._notice.cache_clear()
+    operators._notice.cache_clear()
     yield
-    selection._notice.cache_clear()
+    operators._notice.cache_clear()
 
 
 @pytest.fixture

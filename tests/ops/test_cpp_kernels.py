@@ -1,10 +1,12 @@
 """The kernels in C++ against the definitions, for each kind of vectors that this machine has."""
 
+import ctypes
 import re
 import warnings
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,9 +17,8 @@ from lit_effattn.attention import EluFeatureMap, LinearAttention, ReluFeatureMap
 from lit_effattn.ops.gated_linear.pytorch import gated_linear_attention
 from lit_effattn.ops.linear.pytorch import causal_linear_attention
 from lit_effattn.ops.runtime import cpp_build
-from lit_effattn.ops.runtime.selection import KERNELS, choose_form
+from lit_effattn.ops.runtime.operators import KERNELS, choose_form
 from tests.support import gated_linear
-from tests.support.cpp_kernels import HAS, VECTORS, needs_kernels, use_vectors
 from tests.support.families import FAMILIES, FAVOR, GATED, LINEAR, Family, favor_inputs, linear_inputs
 from tests.support.kernels import (
     assert_alike,
@@ -30,21 +31,43 @@ from tests.support.kernels import (
 )
 from tests.support.tensor_sizes import Made
 
-pytestmark = [needs_kernels(LINEAR.cpp), pytest.mark.usefixtures("no_notices")]
+OBSTACLE = cpp_build.obstacle("linear")
+pytestmark = [
+    pytest.mark.skipif(OBSTACLE is not None, reason=f"no kernels: {OBSTACLE}"),
+    pytest.mark.usefixtures("no_notices"),
+]
 each_family = pytest.mark.parametrize("family", FAMILIES.values(), ids=FAMILIES)
 
 C, GROUP = 16, 64  # positions of a chunk, and for each state that the gated backward pass keeps
 B, H = 2, 2
+VECTORS = {4: (), 8: cpp_build._VECTORS["AVX2"], 16: cpp_build._VECTORS["AVX512"]}
+HAS = {"AVX512": 16, "AVX2": 8}.get(torch.backends.cpu.get_cpu_capability(), 4)
 
 
 @pytest.fixture(params=sorted(VECTORS))
 def vectors(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Use vectors of 4, 8 or 16 numbers."""
+    width = request.param
+    if width > HAS:
+        pytest.skip(f"the processor has no vectors of {width} numbers")
+    monkeypatch.setattr(cpp_build, "library", lambda name: ctypes.CDLL(str(cpp_build.build(name, VECTORS[width]))))
     for family in FAMILIES.values():
-        use_vectors(request.param, family.cpp, monkeypatch)
+        family.module._library.cache_clear()
+        assert family.module._library().width_of_vectors() == width
     yield
     for family in FAMILIES.values():
-        family.cpp._library.cache_clear()
+        family.module._library.cache_clear()
+
+
+def watched(family: Family, monkeypatch: pytest.MonkeyPatch) -> dict[str, list[tuple[Any, ...]]]:
+    """Return the arguments of all later calls of the kernels."""
+    kernels, calls = family.module._library(), {"forward": [], "backward": []}
+
+    def kernel(name: str):
+        return lambda *a: calls[name].append(a) or getattr(kernels, name)(*a)
+
+    monkeypatch.setattr(family.module, "_library", lambda: SimpleNamespace(**{name: kernel(name) for name in calls}))
+    return calls
 
 
 def positive(given: list[Tensor]) -> list[Tensor]:
@@ -323,7 +346,7 @@ def test_without_a_compiler_the_plain_form_is_used_and_said_once(family: Family,
     given = family.inputs(40)
     exact = family.function(*(t.detach().double() for t in given))[0]
     monkeypatch.setattr(cpp_build, "obstacle", lambda name: "there is no C++ compiler")
-    monkeypatch.setattr(family.cpp, "forward", None)
+    monkeypatch.setattr(family.module, "_library", None)
     with pytest.warns(UserWarning, match=r"slower than its kernels.*there is no C\+\+ compiler.*=plain"):
         found = family.function(*given)[0]
     assert (found - exact).norm() < 1e-5 * exact.norm()
@@ -338,14 +361,11 @@ def test_without_a_compiler_the_plain_form_is_used_and_said_once(family: Family,
 @each_family
 @pytest.mark.parametrize("form", ["plain", "cpp"])
 def test_forms_are_forced(family: Family, form: str, monkeypatch: pytest.MonkeyPatch):
-    calls = []
-    for name in ("forward", "backward"):
-        right = getattr(family.cpp, name)
-        monkeypatch.setattr(family.cpp, name, lambda *a, name=name, right=right: calls.append(name) or right(*a))
+    calls = watched(family, monkeypatch)
     monkeypatch.setenv(KERNELS, form)
     given = family.inputs(40)
     family.function(*given)[0].sum().backward()
-    assert calls == ([] if form == "plain" else ["forward", "backward"])
+    assert [len(of_one) for of_one in calls.values()] == ([0, 0] if form == "plain" else [1, 1])
     if form == "cpp":
         with pytest.raises(ValueError, match=r"torch\.float64 is not one of their types"):
             family.function(*(t.detach().double() for t in given))
@@ -353,20 +373,18 @@ def test_forms_are_forced(family: Family, form: str, monkeypatch: pytest.MonkeyP
 
 @each_family
 def test_the_attention_is_the_same_through_them(family: Family, monkeypatch: pytest.MonkeyPatch):
-    forward = family.cpp.forward
+    calls = watched(family, monkeypatch)["forward"]
     for make in family.attentions:
-        calls: list[Any] = []
-        monkeypatch.setattr(family.cpp, "forward", lambda *a, calls=calls: calls.append(a) or forward(*a))
+        calls.clear()
         assert_same_through("cpp", make(8, 2), 40, calls, monkeypatch)
 
 
 def test_only_elu_features_are_computed_inside(monkeypatch: pytest.MonkeyPatch):
-    forward = LINEAR.cpp.forward
+    calls = watched(LINEAR, monkeypatch)["forward"]
     for feature_map in (EluFeatureMap, ReluFeatureMap):
-        calls: list[bool] = []
-        monkeypatch.setattr(LINEAR.cpp, "forward", lambda *a, calls=calls: calls.append(a[-2]) or forward(*a))
+        calls.clear()
         assert_same_through("cpp", LinearAttention(8, 2, feature_map=feature_map), 40, calls, monkeypatch)
-        assert calls == [feature_map is EluFeatureMap] * 2
+        assert [elu for *_, elu, _ in calls] == [feature_map is EluFeatureMap] * 2
 
 
 def test_torch_compile_sees_one_operator():
@@ -385,4 +403,4 @@ def test_torch_compile_sees_one_operator():
 
 
 def test_they_were_compiled_for_this_processor():
-    assert LINEAR.cpp._library().width_of_vectors() == HAS
+    assert LINEAR.module._library().width_of_vectors() == HAS

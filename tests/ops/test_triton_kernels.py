@@ -23,8 +23,8 @@ from lit_effattn.ops.gated_linear import fla
 from lit_effattn.ops.gated_linear import pytorch as gated_pytorch
 from lit_effattn.ops.gated_linear.pytorch import gated_linear_attention
 from lit_effattn.ops.linear import pytorch as linear_pytorch
-from lit_effattn.ops.runtime import selection
-from lit_effattn.ops.runtime.selection import KERNELS
+from lit_effattn.ops.runtime import operators
+from lit_effattn.ops.runtime.operators import KERNELS
 from tests.support import gated_linear, kernels
 from tests.support.families import FAMILIES, FAVOR, GATED, LINEAR, Family, favor_inputs, gated_inputs, linear_inputs
 from tests.support.kernels import gradients, positive_definition
@@ -464,7 +464,7 @@ def used(family: Family, device: str = "cuda", **options: Any) -> bool:
     module, chosen = MODULES[family.name][1], []
     sizes = dict.fromkeys(SIZES[family.name], 16) | {"dtype": torch.bfloat16} | options
     with pytest.MonkeyPatch.context() as patch, FakeTensorMode():
-        patch.setattr(module, "choose_form", lambda *a, **o: chosen.append(selection.choose_form(*a, **o)) or "plain")
+        patch.setattr(module, "choose_form", lambda *a, **o: chosen.append(operators.choose_form(*a, **o)) or "plain")
         patch.setattr(fla, "use", lambda *a, **o: False)
         family.function(*(t.detach().to(device) for t in family.inputs(2, **sizes)))
     return chosen == ["triton"]
@@ -497,14 +497,14 @@ REASONS = [
 
 def test_the_plain_form_on_cuda_is_said_once(capability, monkeypatch: pytest.MonkeyPatch):
     for family, options, numbers, reason in REASONS:
-        selection._notice.cache_clear()
+        operators._notice.cache_clear()
         capability(*numbers)
         with pytest.warns(UserWarning, match=f"plain form, slower than its kernels.*{reason}.*{KERNELS}=plain"):
             assert not used(family, **options)
         with warnings.catch_warnings():
             warnings.simplefilter("error")
             assert not used(family, **options)
-        selection._notice.cache_clear()
+        operators._notice.cache_clear()
         with monkeypatch.context() as asked, warnings.catch_warnings():
             warnings.simplefilter("error")
             asked.setenv(KERNELS, "plain")
@@ -524,7 +524,7 @@ def test_what_is_forced(family: Family, capability, monkeypatch: pytest.MonkeyPa
     monkeypatch.delenv("TRITON_INTERPRET")
     with pytest.raises(ValueError, match=r"the tensors are on cpu.*TRITON_INTERPRET=1"):
         used(family, "cpu")
-    monkeypatch.setattr(selection, "find_spec", lambda name: None)
+    monkeypatch.setattr(operators, "find_spec", lambda name: None)
     with pytest.raises(ValueError, match="pip install triton"):
         used(family)
     monkeypatch.setenv(KERNELS, "cpp")

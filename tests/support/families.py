@@ -15,12 +15,9 @@ from lit_effattn.attention import (
     PerformerAttention,
     RetentionAttention,
 )
-from lit_effattn.ops.favor import cpp_kernels as favor_cpp
-from lit_effattn.ops.favor.pytorch import positive_favor
-from lit_effattn.ops.gated_linear import cpp_kernels as gated_cpp
-from lit_effattn.ops.gated_linear.pytorch import gated_linear_attention
-from lit_effattn.ops.linear import cpp_kernels as linear_cpp
-from lit_effattn.ops.linear.pytorch import causal_linear_attention
+from lit_effattn.ops.favor import pytorch as favor
+from lit_effattn.ops.gated_linear import pytorch as gated
+from lit_effattn.ops.linear import pytorch as linear
 from tests.support import gated_linear
 from tests.support.kernels import elu_definition, elu_features, log_positive, positive_definition, summed_keys
 
@@ -33,7 +30,7 @@ class Family(NamedTuple):
     """Makes the arguments from N, widths, and b, h, dtype, device."""
     function: Callable[..., Any]
     definition: Callable[..., Any]
-    cpp: ModuleType
+    module: ModuleType
     attentions: Sequence[Callable[..., Any]]
     """Modules that use it, from width and heads."""
     operator: Callable[..., tuple]
@@ -82,16 +79,16 @@ def gated_inputs(
 
 
 def performer(q: Tensor, *others: Tensor) -> tuple[Tensor, ...]:
-    return positive_favor(q, *others, scale=q.size(-1) ** -0.25)
+    return favor.positive_favor(q, *others, scale=q.size(-1) ** -0.25)
 
 
 GATES = ("log_decay", "beta")
 LINEAR = Family(
     "linear",
     linear_inputs,
-    partial(causal_linear_attention, elu=True),
+    partial(linear.causal_linear_attention, elu=True),
     elu_definition,
-    linear_cpp,
+    linear,
     [partial(LinearAttention, feature_map=EluFeatureMap)],
     lambda lengths, form: ("linear", (lengths, True, 1e-6, form), lambda given, out: (*out, *given)),
 )
@@ -100,7 +97,7 @@ FAVOR = Family(
     favor_inputs,
     performer,
     positive_definition,
-    favor_cpp,
+    favor,
     [partial(PerformerAttention, features=features, n_features=6) for features in ("positive", "hyperbolic")],
     lambda lengths, form: (
         "positive_favor",
@@ -111,9 +108,9 @@ FAVOR = Family(
 GATED = Family(
     "gated_linear",
     gated_inputs,
-    gated_linear.by_position(gated_linear_attention, GATES),
+    gated_linear.by_position(gated.gated_linear_attention, GATES),
     gated_linear.by_position(gated_linear.definition, GATES),
-    gated_cpp,
+    gated,
     [RetentionAttention, GatedDeltaNetAttention],
     lambda lengths, form: ("gated_linear", (lengths, 4, form), lambda given, out: (*out, *given)),
 )

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lit_effattn.ops.runtime.selection import KERNELS
+from lit_effattn.ops.runtime.operators import KERNELS
 from tests.support.compile_for_gpu import COMPILED, MOST_SHARED
 from tests.support.rounding import rounding
 

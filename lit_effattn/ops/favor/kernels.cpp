@@ -375,7 +375,7 @@ void backward_row(const Row& row, Head g, const float* s, const float* z, const 
 
 }  // namespace
 
-// Called by cpp_kernels.py.
+// Called by pytorch.py.
 extern "C" {
 
 struct Inputs {

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
 import math
+from functools import cache
 from typing import Any, Literal
 
 import torch
@@ -11,7 +13,18 @@ from torch import Tensor
 
 from lit_effattn.ops.linear.pytorch import _chunked
 from lit_effattn.ops.recurrent_step import recurrent_step
-from lit_effattn.ops.runtime.selection import Form, Operator, by_position, choose_form, in_form
+from lit_effattn.ops.runtime import cpp_build
+from lit_effattn.ops.runtime.operators import (
+    Form,
+    Heads,
+    Operator,
+    address,
+    by_position,
+    choose_form,
+    copied,
+    heads,
+    in_form,
+)
 from lit_effattn.sequence import valid_positions
 
 Norms = Literal["gaussian", "sqrt_d"]
@@ -242,7 +255,7 @@ def positive_favor(
         lengths: (B,), number of valid positions; the rest is padding. None: all are valid.
         scale: Factor of queries and keys; D^(−¼) gives softmax's 1/√D.
         chunk_size: Of the plain form, a power of 2; no effect on the result.
-        form: How it is computed. None: see `lit_effattn.ops.runtime.selection`.
+        form: How it is computed. None: see `lit_effattn.ops.runtime.operators`.
 
     Returns:
         The output (B, H, N, D) in v's type, 0 where no key is seen, any finite values in padding, and `s`, `z` and
@@ -261,7 +274,7 @@ def positive_favor(
         )
     form = choose_form(form, WHAT, "favor", q, k, v, omega, s, z, m, width=width, obstacle=obstacle)
     if form in ("cpp", "triton"):
-        out, s, z, m, *_ = _OPERATOR(q, k, v, omega, s, z, m, lengths, scale, form)
+        out, s, z, m, *_ = _OPERATOR.forward(q, k, v, omega, s, z, m, lengths, scale, form)
         return out, s, z, m
     q, k = scale * q.to(s.dtype), scale * k.to(s.dtype)
     log_q, log_k = q @ omega.mT, k @ omega.mT + log_offset(k, omega.size(1))[..., None]  # a query's offset cancels
@@ -414,6 +427,85 @@ def _quotient(numerator: Tensor, denominator: Tensor) -> Tensor:
     return numerator / denominator.masked_fill(denominator == 0, 1)
 
 
+# --------------------------------------------------------------------------------------------------- the kernels in C++
+
+
+class _Inputs(ctypes.Structure):
+    """As `Inputs` in kernels.cpp."""
+
+    _fields_ = (
+        ("batch", ctypes.c_int64),
+        ("heads", ctypes.c_int64),
+        ("n", ctypes.c_int64),
+        ("features", ctypes.c_int64),
+        ("q", Heads),
+        ("k", Heads),
+        ("v", Heads),
+        ("omega", ctypes.c_void_p),
+        ("lengths", ctypes.c_void_p),
+        ("scale", ctypes.c_float),
+    )
+
+
+@cache
+def _library() -> ctypes.CDLL:
+    kernels = cpp_build.library("favor")
+    pointer, flag = ctypes.c_void_p, ctypes.c_int
+    kernels.forward.argtypes = [_Inputs] + [pointer] * 3 + [Heads, flag]
+    kernels.backward.argtypes = [_Inputs, Heads] + [pointer] * 3 + [Heads] * 3 + [pointer] * 2 + [flag]
+    kernels.forward.restype = kernels.backward.restype = None
+    return kernels
+
+
+def _forward_in_cpp(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Compute `positive_favor`, whose tensors and `scale` are the arguments. Outputs of padding are 0.
+
+    Three empty tensors follow `m`: the backward pass needs only the arguments.
+    """
+    q, k, v, omega, s, z, m, lengths, scale = arguments
+    q, k, values = heads(q), heads(k), heads(v)
+    omega, s, z, m = _full(omega), copied(s), copied(z), copied(m)
+    lengths = None if lengths is None else lengths.long().contiguous()
+    out = by_position(v, torch.float32)
+    _library().forward(
+        _inputs(q, k, values, omega, lengths, scale),
+        *(*map(address, (s, z, m)), Heads.of(out), torch.get_num_threads()),
+    )
+    return out.to(v.dtype), s, z, m, q.new_empty(0), q.new_empty(0), q.new_empty(0)
+
+
+def _backward_in_cpp(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Return the gradients of q, k, v, `s` and `z`.
+
+    The arguments are the gradients of the output (B, H, N, D) and of the last `s` and `z`, then the tensors given to
+    `forward`, the output and the three tensors after `m`, and `scale`.
+    """
+    g, g_s, g_z, *given, omega, s, z, m, lengths, _, _, _, _, scale = arguments
+    g, q, k, v = (heads(t) for t in (g, *given))
+    omega, s, z, m = _full(omega), _full(s), _full(z), _full(m)
+    lengths = None if lengths is None else lengths.long().contiguous()
+    g_s, g_z = copied(g_s), copied(g_z)
+    results = [by_position(t, torch.float32) for t in given]
+    _library().backward(
+        _inputs(q, k, v, omega, lengths, scale),
+        *(Heads.of(g), *map(address, (s, z, m)), *map(Heads.of, results)),
+        *(*map(address, (g_s, g_z)), torch.get_num_threads()),
+    )
+    g_q, g_k, g_v = (to.to(t.dtype) for to, t in zip(results, given, strict=True))
+    return g_q, g_k, g_v, g_s, g_z
+
+
+def _inputs(q: Tensor, k: Tensor, v: Tensor, omega: Tensor, lengths: Tensor | None, scale: float) -> _Inputs:
+    """Describe the tensors, which must outlive the result."""
+    return _Inputs(
+        *(*q.shape[:3], omega.size(1), *map(Heads.of, (q, k, v)), *map(address, (omega, lengths)), scale),
+    )
+
+
+def _full(t: Tensor) -> Tensor:
+    return t.float().contiguous()
+
+
 # --------------------------------------------------------------------------------------- the operator, for the kernels
 
 
@@ -457,8 +549,8 @@ _OPERATOR = Operator(
     "(Tensor g, Tensor g_s, Tensor g_z, Tensor q, Tensor k, Tensor v, Tensor omega, Tensor s, Tensor z, Tensor m, "
     "Tensor? lengths, Tensor out, Tensor rest, Tensor top, Tensor denominator, float scale, str form) "
     "-> (Tensor, Tensor, Tensor, Tensor, Tensor)",
-    in_form("lit_effattn.ops.favor", "forward"),
-    in_form("lit_effattn.ops.favor", "backward"),
+    in_form(_forward_in_cpp, "lit_effattn.ops.favor.triton_kernels.forward"),
+    in_form(_backward_in_cpp, "lit_effattn.ops.favor.triton_kernels.backward"),
     shapes=_shapes,
     backward_shapes=_backward_shapes,
     keep=_keep,

@@ -57,8 +57,7 @@ from lit_effattn.ops.linear.triton_kernels import (
     _valid,
     _zeros_dot,
 )
-from lit_effattn.ops.runtime.cpp_build import copied
-from lit_effattn.ops.runtime.selection import by_position
+from lit_effattn.ops.runtime.operators import by_position, copied
 
 CHUNK = 64
 """C of the forward pass: the least that a warp group's matrix product takes, and a wider triangle is more work."""

@@ -26,7 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lit_effattn.ops.runtime.selection import KERNELS
+from lit_effattn.ops.runtime.operators import KERNELS
 from lit_effattn.sequence import valid_positions
 
 TYPES = (torch.bfloat16, torch.float16)

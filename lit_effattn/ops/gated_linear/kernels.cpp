@@ -440,7 +440,7 @@ Rule rule_of(const Heads& log_decay, const Heads& beta) {
 
 }  // namespace
 
-// Called by cpp_kernels.py.
+// Called by pytorch.py.
 extern "C" {
 
 // log_decay.p and beta.p may be null. state: before the first position, overwritten with that after the last. lengths:

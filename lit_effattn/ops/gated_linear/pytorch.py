@@ -21,7 +21,9 @@ is not a number where both are −∞, and never the logarithm of 1 / a, whose e
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Iterator
+from functools import cache
 from typing import Any
 
 import torch
@@ -30,7 +32,17 @@ from torch import Tensor
 
 from lit_effattn.ops.gated_linear import fla
 from lit_effattn.ops.recurrent_step import recurrent_step
-from lit_effattn.ops.runtime.selection import Form, Operator, choose_form, in_form
+from lit_effattn.ops.runtime import cpp_build
+from lit_effattn.ops.runtime.operators import (
+    Form,
+    Heads,
+    Operator,
+    address,
+    choose_form,
+    copied,
+    heads,
+    in_form,
+)
 from lit_effattn.sequence import valid_positions
 
 WHAT = "linear attention with decay or the delta rule"
@@ -66,7 +78,7 @@ def gated_linear_attention(
         lengths: (B,), number of valid positions; the rest is padding, which leaves the state as it is. None: all are
             valid.
         chunk_size: Positions that PyTorch computes at once, not used by the C++ kernel; no effect on the result.
-        form: How it is computed. None: see `lit_effattn.ops.runtime.selection`, and on CUDA `fla`.
+        form: How it is computed. None: see `lit_effattn.ops.runtime.operators`, and on CUDA `fla`.
 
     Returns:
         The output (B, H, N, D') in v's type, any finite values in padding, and S after the last valid position.
@@ -77,14 +89,14 @@ def gated_linear_attention(
         NotImplementedError: If a gradient that was written by hand is differentiated.
     """
     _check(q, k, v, state, log_decay, beta, lengths)
-    if form is None and q.dtype == k.dtype == v.dtype:
+    if form is None and q.is_cuda and q.dtype == k.dtype == v.dtype:
         is_gated = log_decay is not None and log_decay.dim() > 1
         form = "fla" if fla.use(q.device, q.dtype, q.size(-1), gated=is_gated) else None
     if form == "fla":
         return fla.gated_linear_attention(q, k, v, state, log_decay=log_decay, beta=beta, lengths=lengths)
     form = choose_form(form, WHAT, "gated_linear", q, k, v, state, width=q.size(-1))
     arguments = (q, k, v, state, _by_position(log_decay, q), beta, lengths, chunk_size)
-    return _forward_in_pytorch(*arguments) if form == "plain" else _OPERATOR(*arguments, form)
+    return _forward_in_pytorch(*arguments) if form == "plain" else _OPERATOR.forward(*arguments, form)
 
 
 def gated_linear_step(
@@ -293,6 +305,58 @@ def _forward_in_pytorch(
     return chunks.join(chunks.q_in @ states + chunks.scores @ u).to(v.dtype), state
 
 
+# --------------------------------------------------------------------------------------------------- the kernels in C++
+
+
+@cache
+def _library() -> ctypes.CDLL:
+    kernels = cpp_build.library("gated_linear")
+    size, pointer, flag = ctypes.c_int64, ctypes.c_void_p, ctypes.c_int
+    kernels.forward.argtypes = [size] * 3 + [Heads] * 5 + [pointer] * 2 + [Heads, flag]
+    kernels.backward.argtypes = [size] * 3 + [Heads] * 6 + [pointer] * 2 + [Heads] * 5 + [pointer, flag]
+    kernels.forward.restype = kernels.backward.restype = None
+    return kernels
+
+
+def _forward_in_cpp(*arguments: Any) -> tuple[Tensor, Tensor]:
+    """Compute `gated_linear_attention`, whose tensors and `chunk_size` are the arguments, `log_decay` by position."""
+    q, k, v, state, log_decay, beta, lengths, _ = arguments
+    out = empty_like(v, torch.float32)
+    inputs = [None if t is None else heads(t) for t in (q, k, v, log_decay, _column(beta))]
+    state = copied(state)
+    lengths = None if lengths is None else lengths.long().contiguous()
+    _library().forward(
+        *(*q.shape[:3], *map(Heads.of, inputs), address(state), address(lengths)),
+        *(Heads.of(out), torch.get_num_threads()),
+    )
+    return out.to(v.dtype), state
+
+
+def _backward_in_cpp(*arguments: Any) -> tuple[Tensor, ...]:
+    """Return the gradients of q, k, v, state, log_decay and beta; empty tensors for the last two if they are None.
+
+    The first arguments are the gradients of the output (B, H, N, D') and of the last state, then those of `forward`.
+    """
+    g, g_state, q, k, v, state, log_decay, beta, lengths, _ = arguments
+    given = (q, k, v, log_decay, _column(beta))
+    inputs = [None if t is None else heads(t) for t in (g, *given)]
+    results = [None if t is None else empty_like(t, torch.float32) for t in given]
+    state, g_state = state.float().contiguous(), copied(g_state)
+    lengths = None if lengths is None else lengths.long().contiguous()
+    _library().backward(
+        *(*q.shape[:3], *map(Heads.of, inputs), address(state), address(lengths)),
+        *(*map(Heads.of, results), address(g_state), torch.get_num_threads()),
+    )
+    g_q, g_k, g_v, g_decay, g_beta = (
+        q.new_empty(0) if to is None or t is None else to.to(t.dtype) for to, t in zip(results, given, strict=True)
+    )
+    return g_q, g_k, g_v, g_state, g_decay, g_beta if beta is None else g_beta[..., 0]
+
+
+def _column(beta: Tensor | None) -> Tensor | None:
+    return None if beta is None else beta[..., None]
+
+
 # --------------------------------------------------------------------------------------- the operator, for the kernels
 
 
@@ -334,8 +398,8 @@ _OPERATOR = Operator(
     "str form) -> (Tensor, Tensor)",
     "(Tensor g, Tensor g_state, Tensor q, Tensor k, Tensor v, Tensor state, Tensor? log_decay, Tensor? beta, "
     "Tensor? lengths, int chunk_size, str form) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
-    in_form("lit_effattn.ops.gated_linear", "forward"),
-    in_form("lit_effattn.ops.gated_linear", "backward"),
+    in_form(_forward_in_cpp, "lit_effattn.ops.gated_linear.triton_kernels.forward"),
+    in_form(_backward_in_cpp, "lit_effattn.ops.gated_linear.triton_kernels.backward"),
     shapes=_shapes,
     backward_shapes=_backward_shapes,
     keep=_keep,

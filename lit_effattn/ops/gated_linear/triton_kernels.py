@@ -189,7 +189,7 @@ def forward(*arguments: Any) -> tuple[Tensor, Tensor]:
 
 
 def backward(g: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
-    """Compute its gradients, as `cpp_kernels.backward`.
+    """Compute its gradients, as `pytorch._backward_in_cpp`.
 
     The arguments are the gradients of the two tensors that `forward` returned, and the arguments of `forward`.
     """

@@ -164,7 +164,7 @@ void backward_row(const Sizes& sizes, Head g, Head q, Head k, Head v, const floa
 
 }  // namespace
 
-// Called by cpp_kernels.py.
+// Called by pytorch.py.
 extern "C" {
 
 // s and z: before the first position, overwritten with those after the last. lengths: valid positions; the outputs and

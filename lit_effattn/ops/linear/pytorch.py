@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+from functools import cache
 from typing import Any
 
 import torch
@@ -10,7 +12,19 @@ from torch import Tensor
 
 from lit_effattn.ops.gated_linear.pytorch import gated_linear_attention
 from lit_effattn.ops.recurrent_step import recurrent_step
-from lit_effattn.ops.runtime.selection import Form, Operator, by_position, choose_form, default_form, in_form
+from lit_effattn.ops.runtime import cpp_build
+from lit_effattn.ops.runtime.operators import (
+    Form,
+    Heads,
+    Operator,
+    address,
+    by_position,
+    choose_form,
+    copied,
+    default_form,
+    heads,
+    in_form,
+)
 from lit_effattn.sequence import heads_without_padding
 
 WHAT = "linear attention"
@@ -82,7 +96,7 @@ def causal_linear_attention(
         chunk_size: C of the plain form. Products take O(C + D) per position and head, but small ones are slow: D, or
             64, is best.
         eps: Keeps the division finite where no key is seen.
-        form: How it is computed. None: see `lit_effattn.ops.runtime.selection`.
+        form: How it is computed. None: see `lit_effattn.ops.runtime.operators`.
 
     Returns:
         The output (B, H, N, D) in v's type, any finite values in padding, and `s` and `z` after the last position.
@@ -96,7 +110,7 @@ def causal_linear_attention(
         form = "plain"
     form = choose_form(form, WHAT, "linear", q, k, v, s, z, width=max(q.size(-1), v.size(-1)))
     if form in ("cpp", "triton"):
-        return _OPERATOR(q, k, v, s, z, lengths, elu, eps, form)
+        return _OPERATOR.forward(q, k, v, s, z, lengths, elu, eps, form)
     q, k, values = q.to(s.dtype), k.to(s.dtype), v.to(s.dtype)
     if elu:
         q, k = elu_features(q), elu_features(k)
@@ -202,6 +216,54 @@ def _running(increments: Tensor, start: Tensor) -> Tensor:
     return F.pad(increments, [0, 0] * (increments.dim() - 3) + [1, 0]).cumsum(2) + start[:, :, None]
 
 
+# --------------------------------------------------------------------------------------------------- the kernels in C++
+
+
+@cache
+def _library() -> ctypes.CDLL:
+    kernels = cpp_build.library("linear")
+    size, pointer, flag = ctypes.c_int64, ctypes.c_void_p, ctypes.c_int
+    sums = [pointer] * 3 + [ctypes.c_float]
+    kernels.forward.argtypes = [size] * 3 + [Heads] * 3 + sums + [Heads] + [flag] * 2
+    kernels.backward.argtypes = [size] * 3 + [Heads] * 4 + sums + [Heads] * 3 + [pointer] * 2 + [flag] * 2
+    kernels.forward.restype = kernels.backward.restype = None
+    return kernels
+
+
+def _forward_in_cpp(
+    q: Tensor, k: Tensor, v: Tensor, s: Tensor, z: Tensor, lengths: Tensor | None, elu: bool, eps: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Compute `causal_linear_attention`, whose arguments these are. Outputs of padding are 0."""
+    q, k, values = heads(q), heads(k), heads(v)
+    out = by_position(v, torch.float32)
+    s, z = copied(s), copied(z)
+    lengths = None if lengths is None else lengths.long().contiguous()
+    _library().forward(
+        *(*q.shape[:3], *map(Heads.of, (q, k, values)), *map(address, (s, z, lengths)), eps),
+        *(Heads.of(out), elu, torch.get_num_threads()),
+    )
+    return out.to(v.dtype), s, z
+
+
+def _backward_in_cpp(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Return the gradients of q, k, v, `s` and `z`.
+
+    The arguments are the gradients of the output (B, H, N, D) and of the last `s` and `z`, then those of `forward`.
+    """
+    g, g_s, g_z, *given, s, z, lengths, elu, eps = arguments
+    g, q, k, v = heads(g), *map(heads, given)
+    s, z = s.float().contiguous(), z.float().contiguous()
+    g_s, g_z = copied(g_s), copied(g_z)
+    results = [by_position(t, torch.float32) for t in given]
+    lengths = None if lengths is None else lengths.long().contiguous()
+    _library().backward(
+        *(*q.shape[:3], *map(Heads.of, (g, q, k, v)), *map(address, (s, z, lengths)), eps),
+        *(*map(Heads.of, results), *map(address, (g_s, g_z)), elu, torch.get_num_threads()),
+    )
+    g_q, g_k, g_v = (to.to(t.dtype) for to, t in zip(results, given, strict=True))
+    return g_q, g_k, g_v, g_s, g_z
+
+
 # --------------------------------------------------------------------------------------- the operator, for the kernels
 
 
@@ -231,8 +293,8 @@ _OPERATOR = Operator(
     "-> (Tensor, Tensor, Tensor)",
     "(Tensor g, Tensor g_s, Tensor g_z, Tensor q, Tensor k, Tensor v, Tensor s, Tensor z, Tensor? lengths, bool elu, "
     "float eps, str form) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
-    in_form("lit_effattn.ops.linear", "forward"),
-    in_form("lit_effattn.ops.linear", "backward"),
+    in_form(_forward_in_cpp, "lit_effattn.ops.linear.triton_kernels.forward"),
+    in_form(_backward_in_cpp, "lit_effattn.ops.linear.triton_kernels.backward"),
     shapes=_shapes,
     backward_shapes=_backward_shapes,
     keep=_keep,

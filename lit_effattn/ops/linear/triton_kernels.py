@@ -33,7 +33,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from lit_effattn.ops.runtime.selection import by_position
+from lit_effattn.ops.runtime.operators import by_position
 
 CHUNK = 64
 """C: the least that a warp group's matrix product takes, and a wider triangle is more work."""

@@ -24,7 +24,6 @@ from functools import cache
 from pathlib import Path
 
 import torch
-from torch import Tensor
 
 _OPS = Path(__file__).parent.parent
 _OPTIONS = ("-std=gnu++17", "-O3", "-fopenmp", "-fPIC", "-shared")
@@ -42,39 +41,6 @@ _hung: dict[str, str] = {}  # an error message for each compiler that did not re
 
 class CompilerError(Exception):
     """The compiler is missing or fails. The message says which, and the remedy."""
-
-
-class Heads(ctypes.Structure):
-    """A float32 tensor (B, H, N, D), contiguous in its last dimension; as `Heads` in gemm_tiles.hpp."""
-
-    _fields_ = (
-        ("p", ctypes.c_void_p),
-        ("b", ctypes.c_int64),
-        ("h", ctypes.c_int64),
-        ("n", ctypes.c_int64),
-        ("width", ctypes.c_int64),
-    )
-
-    @classmethod
-    def of(cls, t: Tensor) -> Heads:
-        """Describe `t`, which must outlive the result."""
-        return cls(t.data_ptr(), *t.stride()[:3], t.size(3))
-
-
-def heads(t: Tensor) -> Tensor:
-    """Return `t` in float32, contiguous in its last dimension."""
-    t = t.float()
-    return t if t.stride(-1) == 1 or t.size(-1) <= 1 else t.contiguous()
-
-
-def copied(t: Tensor) -> Tensor:
-    """Return a float32 copy of `t`, for a kernel to write to."""
-    return t.to(torch.float32, copy=True, memory_format=torch.contiguous_format)
-
-
-def address(t: Tensor | None) -> int | None:
-    """Return the address of `t`'s data, for a kernel; None for None."""
-    return None if t is None else t.data_ptr()
 
 
 @cache

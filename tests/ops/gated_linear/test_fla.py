@@ -8,7 +8,7 @@ import torch
 from lit_effattn.attention import KimiDeltaAttention
 from lit_effattn.ops.gated_linear import fla
 from lit_effattn.ops.gated_linear.pytorch import gated_linear_attention
-from lit_effattn.ops.runtime.selection import KERNELS
+from lit_effattn.ops.runtime.operators import KERNELS
 from tests.ops.gated_linear.test_peers import by_head
 from tests.ops.gated_linear.test_peers import fla as naive
 from tests.support.gated_linear import RULES, assert_defined, inputs
@@ -111,8 +111,10 @@ def test_it_is_chosen_where_it_can_be_used(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv(KERNELS, "triton")
     assert not fla.use(CUDA, torch.bfloat16, 64, gated=False)
     monkeypatch.setenv(KERNELS, "fla")
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    tensors, options = inputs(3, 3, 4, "none", True, dtype=torch.float32)
     with pytest.raises(ValueError, match=r"LIT_EFFATTN_KERNELS=fla, but .* the tensors are on cpu"):
-        fla.use(torch.device("cpu"), torch.bfloat16, 64, gated=False)
+        gated_linear_attention(*tensors, **options)
 
 
 @pytest.mark.parametrize(
@@ -131,6 +133,7 @@ def test_a_triton_that_is_wrong_on_hopper_is_named(capability, triton, wrong, mo
 def test_a_kind_hands_it_heads_of_the_autocast_type(monkeypatch: pytest.MonkeyPatch):
     """Sums, decays and the norm stay in float32."""
     monkeypatch.setattr(fla, "use", lambda device, dtype, width, gated: dtype == torch.bfloat16)
+    monkeypatch.setattr(torch.Tensor, "is_cuda", True)
     types = []
     monkeypatch.setattr(
         fla, "_kernel", lambda name: lambda q, *a, **o: types.append(q.dtype) or naive_kernel(name)(q, *a, **o)

@@ -12,13 +12,11 @@ import pytest
 import torch
 
 from lit_effattn.datamodules.common.store import cached_folder, default_cache
-from lit_effattn.ops.linear import cpp_kernels
 from lit_effattn.ops.runtime import cpp_build
 from lit_effattn.ops.runtime.cpp_build import CompilerError, build, library, obstacle
 
-needs_compiler = pytest.mark.skipif(
-    cpp_build.obstacle(cpp_kernels.NAME) is not None, reason=f"no compiler: {cpp_build.obstacle(cpp_kernels.NAME)}"
-)
+OBSTACLE = cpp_build.obstacle("linear")
+needs_compiler = pytest.mark.skipif(OBSTACLE is not None, reason=f"no compiler: {OBSTACLE}")
 
 
 @pytest.fixture(autouse=True)

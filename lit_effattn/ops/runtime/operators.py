@@ -1,4 +1,4 @@
-"""Forms of an operation: Triton on CUDA and C++ on the CPU where possible, else PyTorch ("plain"); custom operators.
+"""Custom operators and their forms: Triton on CUDA and C++ on the CPU where possible, else PyTorch ("plain").
 
 C++ kernels are compiled before their first use (see `cpp_build`). The environment variable `LIT_EFFATTN_KERNELS` forces
 a form: "plain", "triton", "fla" (the recurrences by flash-linear-attention, else as "triton") or "cpp". If a forced
@@ -7,10 +7,11 @@ form is not usable, an error is raised.
 
 from __future__ import annotations
 
+import ctypes
 import os
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
@@ -121,8 +122,8 @@ def _chosen(
     if obstacle is None:
         return chosen
     if is_forced:
-        said = f"{KERNELS}={chosen}" if form is None else f"form={chosen}"
-        raise ValueError(f"{said}, but the kernels of {what} can't be used: {obstacle}")
+        asked = f"{KERNELS}={os.environ[KERNELS]}" if form is None else f"form={form}"
+        raise ValueError(f"{asked}, but the kernels of {what} can't be used: {obstacle}")
     _notice(what, obstacle)
     return "plain"
 
@@ -157,15 +158,43 @@ def _notice(what: str, obstacle: str) -> None:
     )
 
 
-def on_device(t: Tensor) -> AbstractContextManager[Any]:
-    """Make `t`'s GPU the current one, on which Triton launches kernels."""
-    return torch.cuda.device(t.device) if t.is_cuda else nullcontext()
-
-
 def by_position(like: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     """Allocate (B, H, N, D) in the memory layout (B, N, H, D), so that joining the heads needs no copy."""
     b, h, n, d = like.shape
     return like.new_empty(b, n, h, d, dtype=dtype).transpose(1, 2)
+
+
+class Heads(ctypes.Structure):
+    """A float32 tensor (B, H, N, D), contiguous in its last dimension; as `Heads` in gemm_tiles.hpp."""
+
+    _fields_ = (
+        ("p", ctypes.c_void_p),
+        ("b", ctypes.c_int64),
+        ("h", ctypes.c_int64),
+        ("n", ctypes.c_int64),
+        ("width", ctypes.c_int64),
+    )
+
+    @classmethod
+    def of(cls, t: Tensor | None) -> Heads:
+        """Describe `t`, which must outlive the result; a null pointer for None."""
+        return cls() if t is None else cls(t.data_ptr(), *t.stride()[:3], t.size(3))
+
+
+def heads(t: Tensor) -> Tensor:
+    """Return `t` in float32, contiguous in its last dimension."""
+    t = t.float()
+    return t if t.stride(-1) == 1 or t.size(-1) <= 1 else t.contiguous()
+
+
+def copied(t: Tensor) -> Tensor:
+    """Return a float32 copy of `t`, for a kernel to write to."""
+    return t.to(torch.float32, copy=True, memory_format=torch.contiguous_format)
+
+
+def address(t: Tensor | None) -> int | None:
+    """Return the address of `t`'s data, for a kernel; None for None."""
+    return None if t is None else t.data_ptr()
 
 
 class Operator:
@@ -212,25 +241,27 @@ class Operator:
         torch.library.register_fake(of_backward, backward_shapes)
         torch.library.register_autograd(whole, gradients, setup_context=keep)
         torch.library.register_autograd(of_backward, _refusing(refusal))
-        self._forward = getattr(torch.ops.lit_effattn, name).default
+        self.forward = getattr(torch.ops.lit_effattn, name).default
+        """Applies the operator, with autograd."""
         self.backward = getattr(torch.ops.lit_effattn, f"{name}_backward").default
         """Returns the gradients, the results of `signature_of_backward`."""
 
-    def __call__(self, *inputs: Any) -> Any:
-        """Apply the operator, with autograd."""
-        return self._forward(*inputs)
 
+def in_form(cpp: Callable[..., Any], triton: str) -> Callable[..., Any]:
+    """Return an implementation whose last argument is the form.
 
-def in_form(package: str, name: str) -> Callable[..., Any]:
-    """Return an implementation whose last argument is the form: the function `name` of `package`.{form}_kernels.
-
-    The module is imported when it is needed, since Triton is slow to import and optional.
+    Args:
+        cpp: The form in C++.
+        triton: Module and name of the form in Triton, which is optional and slow to import.
     """
+    module, _, name = triton.rpartition(".")
 
     def call(first: Tensor, *arguments: Any) -> Any:
         *inputs, form = arguments
-        with on_device(first):
-            return getattr(import_module(f"{package}.{form}_kernels"), name)(first, *inputs)
+        if form == "cpp":
+            return cpp(first, *inputs)
+        with torch.cuda.device(first.device) if first.is_cuda else nullcontext():  # Triton launches on the current GPU
+            return getattr(import_module(module), name)(first, *inputs)
 
     return call
 

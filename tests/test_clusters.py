@@ -104,7 +104,8 @@ def test_torchrun_restarts_a_killed_process_of_two_nodes_in_the_same_run(requeue
     launch = ["--nnodes", "2", "--nproc-per-node", "1", "--max-restarts", "1", "--monitor-interval", "0.5"]
     launch += ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{free_port()}", "--rdzv-id", "7"]
     launch += ["--local-addr", "127.0.0.1", "-m", *fit("torchrun", 7, signal.SIGKILL)]
-    assert together(2 * [(["torch.distributed.run", *launch], {})]) == [0, 0]
+    own_store = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}  # see docs/clusters.md, Elastic restarts
+    assert together(2 * [(["torch.distributed.run", *launch], own_store)]) == [0, 0]
     assert torch.load(last("torchrun"), weights_only=True)["global_step"] == 10
     assert_same_end(last("torchrun"), requeued)
 

@@ -41,7 +41,7 @@ def images(dataset: str, root: Path, test: bool) -> dict[str, Tensor]:
     """
     if dataset == "digits":
         return _split_off(torch.from_numpy(_digits()[:, :-1].reshape(-1, 8, 8, 1)), val=180, test=180)
-    data = torch.as_tensor(_loaded(dataset, root, test).data)  # (n, H, W) or (n, H, W, C)
+    data = torch.as_tensor(_loaded(dataset, root, test)[0])  # (n, H, W) or (n, H, W, C)
     return _official_splits(dataset, data if data.dim() == 4 else data.unsqueeze(-1), test)
 
 
@@ -49,7 +49,7 @@ def labels(dataset: str, root: Path, test: bool) -> dict[str, Tensor]:
     """Return the labels of the images, (n,) for each split. The arguments are those of `images`."""
     if dataset == "digits":
         return _split_off(torch.from_numpy(_digits()[:, -1].astype(np.int64)), val=180, test=180)
-    return _official_splits(dataset, torch.as_tensor(_loaded(dataset, root, test).targets), test)
+    return _official_splits(dataset, torch.as_tensor(_loaded(dataset, root, test)[1]), test)
 
 
 def _digits() -> NDArray[np.uint8]:
@@ -73,20 +73,28 @@ def _data_set(name: str) -> Any:
     return {"mnist": MNIST, "fashion_mnist": FashionMNIST, "cifar10": CIFAR10}[name]
 
 
-def _loaded(name: str, root: Path, test: bool) -> Any:
-    """Return torchvision's data set. Raise ValueError if a file is damaged or has items of another size."""
+def _loaded(name: str, root: Path, test: bool) -> tuple[Any, Any]:
+    """Return the images and labels that torchvision reads. Raise ValueError if a file is damaged."""
+    from torchvision.datasets import mnist
+
     dataset = _data_set(name)
-    size = (32, 32, 3) if name == "cifar10" else (28, 28)
-    try:
-        loaded = dataset(root, train=not test)
-        if loaded.data.shape != (len(loaded.targets), *size):
-            raise ValueError(f"{len(loaded.targets)} labels for images of shape {tuple(loaded.data.shape)}")
-    except (AssertionError, ValueError, IndexError, KeyError, RuntimeError) as error:
-        why = " ".join(str(error).split())
-        raise ValueError(
-            f"{root}: the files of {dataset.__name__} are damaged ({why}); delete them and run again"
-        ) from error
-    return loaded
+    if name == "cifar10":
+        loaded = _open(dataset, root, False, train=not test)
+        return loaded.data, loaded.targets
+    folder, part = root / dataset.__name__ / "raw", "t10k" if test else "train"
+    files = [folder / f"{part}-images-idx3-ubyte", folder / f"{part}-labels-idx1-ubyte"]
+    parts = []
+    for file, read, size in zip(files, (mnist.read_image_file, mnist.read_label_file), ((28, 28), ()), strict=True):
+        try:
+            parts.append(read(str(file)))
+            if parts[-1].shape[1:] != size:
+                raise ValueError(f"its items have the shape {tuple(parts[-1].shape[1:])}, not {size}")
+        except (AssertionError, ValueError, LookupError, TypeError, RuntimeError) as error:
+            why = " ".join(str(error).split()) or "it is not in the IDX format"
+            raise ValueError(f"{file} is damaged ({why}); delete it and run again") from error
+    if len(parts[0]) != len(parts[1]):
+        raise ValueError(f"{files[1]} has {len(parts[1])} labels for the {len(parts[0])} images of {files[0].name}")
+    return parts[0], parts[1]
 
 
 def _official_splits(dataset: str, values: Tensor, test: bool) -> dict[str, Tensor]:
@@ -104,29 +112,40 @@ def prepare(name: str, root: Path, download: bool) -> None:
     from torchvision.datasets.utils import check_integrity
 
     dataset = _data_set(name)
-    if name == "cifar10":
-        folder, archives, source = root, [(dataset.filename, dataset.tgz_md5)], dataset.url
-    else:
-        folder, archives = root / dataset.__name__ / "raw", dataset.resources
-        if all((folder / archive.removesuffix(".gz")).is_file() for archive, _ in archives):
-            return  # torchvision loads the files as well, and its errors do not name a damaged one: see `_loaded`
-        source = f"{', '.join(archive for archive, _ in archives)} of {dataset.mirrors[0]}"
-    download |= all(check_integrity(folder / archive, md5) for archive, md5 in archives)
-    _open(dataset, root, download, source, folder)
+    folder, archives, _ = _archives(dataset, root)
+    # torchvision loads the files as well, and its errors do not name a damaged one: see `_loaded`.
+    if name == "cifar10" or not all((folder / archive.removesuffix(".gz")).is_file() for archive, _ in archives):
+        download |= all(check_integrity(folder / archive, md5) for archive, md5 in archives)
+        _open(dataset, root, download)
 
 
-def _open(dataset: Any, root: Path, download: bool, archives: str, folder: Path) -> None:
+def _archives(dataset: Any, root: Path) -> tuple[Path, list[tuple[str, str]], str]:
+    """Return the folder of a data set's archives, their names and MD5 sums, and what to put there."""
+    if dataset.__name__ == "CIFAR10":
+        return root, [(dataset.filename, dataset.tgz_md5)], dataset.url
+    names = ", ".join(archive for archive, _ in dataset.resources)
+    return root / dataset.__name__ / "raw", dataset.resources, f"{names} of {dataset.mirrors[0]}"
+
+
+def _open(dataset: Any, root: Path, download: bool, **options: Any) -> Any:
     """Open a data set with torchvision. The error names the files and their folder, which torchvision's does not."""
+    from torchvision.datasets.utils import check_integrity
+
     timeout = socket.getdefaulttimeout()
     socket.setdefaulttimeout(_TIMEOUT)
     try:
-        dataset(root, download=download)
+        return dataset(root, download=download, **options)
     except (OSError, RuntimeError) as error:
+        folder, files, source = _archives(dataset, root.resolve())
+        if dataset.__name__ == "CIFAR10":
+            lists = dataset.train_list + dataset.test_list
+            files = [*files, *((f"{dataset.base_folder}/{name}", md5) for name, md5 in lists)]
+        damaged = [str(p) for name, md5 in files if (p := folder / name).exists() and not check_integrity(p, md5)]
+        problem = f"{', '.join(damaged)}: damaged" if damaged else f"{dataset.__name__} is missing"
         cause = " ".join(str(error).split())
         reason = f"the download failed ({cause})" if download else "download=False forbids a download"
         raise FileNotFoundError(
-            f"{dataset.__name__} is missing or damaged in {folder.resolve()}, and {reason}. Put {archives} there"
-            ". --config digits_linear needs no download."
+            f"{problem}, and {reason}. Put {source} into {folder}. --config digits_linear needs no download."
         ) from error
     finally:
         socket.setdefaulttimeout(timeout)

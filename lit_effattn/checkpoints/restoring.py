@@ -13,7 +13,7 @@ from lightning.fabric.utilities.types import _Stateful
 from lightning.pytorch.trainer.connectors.checkpoint_connector import _CheckpointConnector
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
-from torch.optim import Optimizer
+from torch.optim import SGD, Optimizer
 
 from lit_effattn.checkpoints.files import DamagedError
 from lit_effattn.checkpoints.folders import Divided
@@ -27,9 +27,10 @@ _EXPECTED = (ValueError, OSError, FloatingPointError, MisconfigurationException,
 class CheckpointConnector(_CheckpointConnector):
     """Lightning's connector, with a `DamagedError` for any error while it restores a part.
 
-    Lightning and torch do not compare sizes: an empty list of optimiser states restores nothing. Here the numbers and
-    the shapes of states are compared first. Lightning's names are private here, since it has no public way to come
-    between the file and the parts that it restores: a callback sees the content only before the first one.
+    Lightning and torch do not compare sizes: an empty list of optimiser states restores nothing. Here the names, the
+    numbers and the shapes of states are compared with those of new ones first. Lightning's names are private here,
+    since it has no public way to come between the file and the parts that it restores: a callback sees the content
+    only before the first one.
     """
 
     def resume_start(self, checkpoint_path: Any = None, weights_only: bool | None = None) -> None:
@@ -63,11 +64,15 @@ class CheckpointConnector(_CheckpointConnector):
             return
         fits = self.trainer.state.fn == TrainerFn.FITTING
         with self._restoring("the loops"):
-            if fits and self._loaded_checkpoint.get("loops") is None:
+            if not fits:
+                super().restore_loops()
+            elif self._loaded_checkpoint.get("loops") is None:
                 raise ValueError(_only_a_model("loops"))
-            super().restore_loops()
-            if fits:
+            else:
                 loop: Any = self.trainer.fit_loop
+                counters = {"epoch": 0, "global_step": 0, "loops": {"fit_loop": loop.state_dict()}}
+                check_counters(self._loaded_checkpoint, counters)
+                super().restore_loops()
                 loop._load_combined_loader_states = partial(self._restore_loaders, loop._load_combined_loader_states)
 
     def _restore_loaders(self, restore: Callable[[], None]) -> None:
@@ -97,13 +102,16 @@ class CheckpointConnector(_CheckpointConnector):
             saved, optimizers = self._loaded_checkpoint["optimizer_states"], self.trainer.optimizers
             _check_number(saved, optimizers, "optimizer_states")
             for i, (state, optimizer) in enumerate(zip(saved, optimizers, strict=True)):
-                check_optimizer(state, optimizer, f"optimizer_states[{i}]")
+                check_optimizer(state, optimizer, f"optimizer_states[{i}]", n_steps=self.trainer.global_step)
             super().restore_optimizers()
 
     def restore_lr_schedulers(self) -> None:
         """Restore the states of the learning rate schedules."""
         with self._restoring("the learning rate schedule"):
-            _check_number(self._loaded_checkpoint["lr_schedulers"], self.trainer.lr_scheduler_configs, "lr_schedulers")
+            saved, configs = self._loaded_checkpoint["lr_schedulers"], self.trainer.lr_scheduler_configs
+            _check_number(saved, configs, "lr_schedulers")
+            for i, (state, config) in enumerate(zip(saved, configs, strict=True)):
+                check_schedule(state, config.scheduler, f"lr_schedulers[{i}]")
             super().restore_lr_schedulers()
 
     def restore_optimizers_and_schedulers(self) -> None:
@@ -144,13 +152,55 @@ def _check_number(saved: Any, objects: Any, where: str) -> None:
         raise wrong(where, saved, f"a list of {len(objects)}")
 
 
-def check_optimizer(saved: Any, optimizer: Optimizer, where: str) -> None:
+def check_counters(saved: Any, new: Any, where: str = "") -> None:
+    """Check that a saved tree has the counters of a new one, integers from 0: Lightning ignores missing ones.
+
+    Args:
+        saved: The part of the checkpoint.
+        new: A mapping of counters and mappings of them, or a counter. Other values are ignored.
+        where: The name of the part, for messages.
+
+    Raises:
+        ValueError: If a counter is missing, is negative or is not an integer. The message names it.
+    """
+    if not isinstance(new, dict):
+        if not isinstance(saved, int) or saved < 0:
+            raise wrong(where, saved, "a count")
+    elif not isinstance(saved, dict):
+        raise wrong(where, saved, "a mapping")
+    else:
+        for name, value in new.items():
+            if isinstance(value, (dict, int)):
+                check_counters(saved.get(name), value, f"{where}.{name}".removeprefix("."))
+
+
+def check_schedule(saved: Any, schedule: Any, where: str) -> None:
+    """Check that the state of a schedule has the public entries of a new one, and counts from 0.
+
+    Args:
+        saved: The state in the checkpoint.
+        schedule: A new schedule, which is to load it.
+        where: The name of the state, for messages.
+
+    Raises:
+        ValueError: If an entry is missing, or the number of epochs is below 0.
+    """
+    new = schedule.state_dict()
+    if not isinstance(saved, dict):
+        raise wrong(where, saved, "a mapping")
+    if missing := [name for name in new if name not in saved and not name.startswith("_")]:
+        raise ValueError(f"{where} has no {', '.join(missing)}, which a {type(schedule).__name__} has")
+    check_counters(saved, {"last_epoch": 0} if "last_epoch" in new else {}, where)
+
+
+def check_optimizer(saved: Any, optimizer: Optimizer, where: str, *, n_steps: int = 0) -> None:
     """Compare the sizes in the state of an optimiser with those of a new one, which torch does not do.
 
     Args:
         saved: The state in the checkpoint.
         optimizer: A new optimiser, which is to load it.
         where: The name of the state, for messages.
+        n_steps: Number of steps after which the state was saved. From 1 on, it must have entries.
 
     Raises:
         ValueError: If a size differs. The message names the part, its value and the expected one.
@@ -163,14 +213,20 @@ def check_optimizer(saved: Any, optimizer: Optimizer, where: str) -> None:
             "another optimizer or decay_biases_and_gains made them; start a new run from its weights with "
             "--init_weights in place of --ckpt_path"
         )
+    known = type(optimizer).__module__.startswith(("torch.optim", "lit_effattn."))  # a user's own may have no state
+    has_state = known and not (isinstance(optimizer, SGD) and not any(group["momentum"] for group in groups))
+    if n_steps and has_state and not any(saved["state"].values()):
+        raise wrong(f"{where}.state", saved["state"], f"that of {type(optimizer).__name__} after {n_steps} steps")
     for old, group in zip(saved["param_groups"], groups, strict=True):
         for number, parameter in zip(old["params"], group["params"], strict=True):
             for name, value in saved["state"].get(number, {}).items():
                 # The state of a parameter has its shape, or 1 where it is shared along a dimension.
+                at = f"{where}.state[{number}].{name}"
                 same_rank = isinstance(value, (Tensor, Divided)) and len(value.shape) == parameter.ndim
                 if same_rank and any(n not in (1, m) for n, m in zip(value.shape, parameter.shape, strict=True)):
-                    at = f"{where}.state[{number}].{name}"
                     raise wrong(at, value, f"a tensor for a parameter of shape {tuple(parameter.shape)}")
+                if known and name == "step" and not value >= 0:
+                    raise ValueError(f"{at} is {float(value):g}, not a count")
 
 
 def _listed(sizes: list[int]) -> str:

@@ -85,7 +85,7 @@ def content_of(value: Any, folder: Path) -> tuple[Any, Path]:
         return value, folder
     path = folder / value
     try:
-        content = read_yaml(path, value)
+        content = read_yaml(path, str(path))
     except FileNotFoundError:
         return value, folder
     except ValueError:

@@ -1,4 +1,4 @@
-"""The sizes in states of optimisers are compared with those of new ones before they are loaded."""
+"""The names and sizes in states of optimisers, schedules and loops are compared with those of new ones."""
 
 from pathlib import Path
 from typing import Any
@@ -6,9 +6,10 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.optim import lr_scheduler
 
 from lit_effattn.checkpoints.folders import Parts
-from lit_effattn.checkpoints.restoring import check_optimizer
+from lit_effattn.checkpoints.restoring import check_counters, check_optimizer, check_schedule
 from tests.support.checkpoint_parts import divide
 
 OPTIMISERS = ("SGD", "Adam", "AdamW", "RAdam", "NAdam", "Adamax", "Adadelta", "Adagrad", "RMSprop", "Rprop", "ASGD")
@@ -31,7 +32,7 @@ def stepped(kind: Any, **options: Any) -> tuple[Any, dict[str, Any]]:
 def test_every_optimiser_goes_on():
     for name in [*OPTIMISERS, "Adafactor"]:
         new, saved = stepped(getattr(torch.optim, name), lr=0.1)
-        check_optimizer(saved, new, "it")
+        check_optimizer(saved, new, "it", n_steps=2)
         new.load_state_dict(saved)
         new.step()
 
@@ -63,3 +64,51 @@ def test_a_moment_of_another_size():
         saved["state"][0][key] = torch.zeros(7, 7)
         with pytest.raises(ValueError, match=rf"it\.state\[0\]\.{key} is .* for a parameter of shape \(5, 3\)"):
             check_optimizer(saved, new, "it")
+
+
+@pytest.mark.parametrize("name", [*OPTIMISERS, "Adafactor"])
+def test_a_state_without_entries_is_refused_after_a_step(name: str):
+    options = {"momentum": 0.9} if name == "SGD" else {}
+    new, saved = stepped(getattr(torch.optim, name), lr=0.1, **options)
+    for state in ({}, {0: {}}):
+        check_optimizer({**saved, "state": state}, new, "it", n_steps=0)
+        with pytest.raises(ValueError, match=rf"it\.state is a mapping of \d, not that of {name} after 2 steps"):
+            check_optimizer({**saved, "state": state}, new, "it", n_steps=2)
+
+
+def test_an_optimiser_of_the_users_own_may_have_no_state():
+    class Signs(torch.optim.SGD):
+        pass
+
+    new, saved = stepped(Signs, lr=0.1, momentum=0.9)
+    check_optimizer({**saved, "state": {}}, new, "it", n_steps=2)
+
+
+@pytest.mark.parametrize("step", [-1.0, float("nan")])
+def test_an_optimisers_count_below_zero(step: float):
+    new, saved = stepped(torch.optim.Adam, lr=0.1)
+    saved["state"][1]["step"] = torch.tensor(step)
+    with pytest.raises(ValueError, match=r"it\.state\[1\]\.step is (-1|nan), not a count"):
+        check_optimizer(saved, new, "it")
+
+
+def test_a_schedule_has_its_entries():
+    (parameter,) = nn.Linear(1, 1, bias=False).parameters()
+    optimizer = torch.optim.SGD([parameter], lr=0.1)
+    for schedule in (lr_scheduler.LambdaLR(optimizer, float), lr_scheduler.ReduceLROnPlateau(optimizer)):
+        state = schedule.state_dict()
+        check_schedule(state, schedule, "it")
+        with pytest.raises(ValueError, match=r"it has no .*last_epoch, .*which a "):
+            check_schedule({}, schedule, "it")
+        with pytest.raises(ValueError, match=r"it\.last_epoch is -5, not a count"):
+            check_schedule({**state, "last_epoch": -5}, schedule, "it")
+
+
+def test_counters_are_whole_and_all_there():
+    new = {"total": {"ready": 0, "is_last": False}, "loaders": [1], "state": {}}
+    check_counters({"total": {"ready": 3, "is_last": True}, "state": {}}, new)
+    for value, words in ((-1, "is -1"), (1.5, "is 1.5"), (None, "is None")):
+        with pytest.raises(ValueError, match=rf"total\.ready {words}, not a count"):
+            check_counters({"total": {"ready": value, "is_last": True}, "state": {}}, new)
+    with pytest.raises(ValueError, match="total is None, not a mapping"):
+        check_counters({}, new)

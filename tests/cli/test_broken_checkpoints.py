@@ -185,6 +185,10 @@ def test_every_change(how: str, every: int, name: str, folder: Path, monkeypatch
 
 
 LOADERS = ("loops", "fit_loop", "state_dict", "combined_loader")
+OPTIMIZER_STEPS = (
+    *("loops", "fit_loop", "epoch_loop.automatic_optimization.optim_progress"),
+    *("optimizer", "step", "total", "completed"),
+)
 MEMORY = "memory_carry of the checkpoint is not a memory of this model: "
 REFUSED: list[tuple[str, tuple[Any, ...], Any, str]] = [
     ("pixels", ("optimizer_states",), "an empty list", "optimizer_states is a list of 0, not a list of 1"),
@@ -195,7 +199,17 @@ REFUSED: list[tuple[str, tuple[Any, ...], Any, str]] = [
     ("pixels", ("state_dict",), "text", "state_dict is the text 'x', not a mapping"),
     ("pixels", ("state_dict", "embedding.weight"), "None", "state_dict['embedding.weight'] is None, not a tensor"),
     ("pixels", ("callbacks",), "a number", "it.ckpt can't be restored: the state of a callback is not as lit-effattn"),
-    ("pixels", ("loops", "fit_loop"), DELETED, "it.ckpt can't be restored: the loops is not as lit-effattn saves it"),
+    (
+        "pixels",
+        ("optimizer_states", 0, "state"),
+        "an empty mapping",
+        "state is a mapping of 0, not that of AdamW after",
+    ),
+    ("pixels", ("optimizer_states", 0, "state", 0, "step"), "a number", "state[0].step is -7.5, not a count"),
+    ("pixels", ("lr_schedulers", 0), "an empty mapping", "lr_schedulers[0] has no cosine_from_start, "),
+    ("pixels", ("global_step",), lambda step: -step, "it.ckpt can't be restored: global_step is -2, not a count"),
+    ("pixels", ("loops", "fit_loop"), DELETED, "it.ckpt can't be restored: loops.fit_loop is None, not a mapping"),
+    ("pixels", OPTIMIZER_STEPS, "a number", "step.total.completed is -7.5, not a count"),
     ("pixels", ("loops",), DELETED, "has no loops: it holds a model, not a run that can be resumed"),
     ("pixels", ("pytorch-lightning_version",), "text", "it.ckpt can't be restored: Invalid version: 'x'"),
     ("pixels", (*LOADERS, 0, "batches"), "None", "loader has batches='None', which must be a count"),

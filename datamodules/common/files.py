@@ -253,20 +253,25 @@ def unpack_zip(archive: Path, names: Collection[str], folder: Path, max_bytes: i
     """Unpack the files of these names, from any folder of a zip file, into `folder`. Each is whole or absent.
 
     Raises:
-        ValueError: If the archive is damaged, encrypted, lacks a file, or one has more than `max_bytes`.
+        ValueError: If the archive is damaged or encrypted, lacks a file or has it twice, or one has more than
+            `max_bytes`.
     """
     folder.mkdir(parents=True, exist_ok=True)
     try:
         with zipfile.ZipFile(archive) as zipped, tempfile.TemporaryDirectory(dir=folder, prefix=".unpacked") as made:
-            members = {PurePosixPath(info.filename).name: info for info in zipped.infolist()}
+            every = [(PurePosixPath(info.filename).name, info) for info in zipped.infolist()]
+            members = dict(every)
             for name in names:
-                if name not in members:
-                    raise ValueError(f"it lacks {name}")
+                if (n := [other for other, _ in every].count(name)) != 1:
+                    raise ValueError(f"it has {n} files of the name {name}" if n else f"it lacks {name}")
                 if members[name].file_size > max_bytes:
                     raise ValueError(f"{name} is larger than {max_bytes:,} bytes")
             for name in names:
                 members[name].filename = name  # the archive never chooses a path
-                Path(zipped.extract(members[name], made)).replace(folder / name)
+                unpacked = Path(zipped.extract(members[name], made))
+                with unpacked.open("rb+") as file:
+                    os.fsync(file.fileno())
+                unpacked.replace(folder / name)
     except (zipfile.BadZipFile, zlib.error, EOFError, ValueError, RuntimeError) as error:
         raise ValueError(
             f"{shown(archive)}: it can't be unpacked ({error}); get it again, without a password"

@@ -194,6 +194,14 @@ def test_what_is_refused_leaves_nothing(tmp_path: Path):
     assert files(tmp_path) == ["a"]
 
 
+def test_a_name_that_an_archive_has_twice_is_refused(tmp_path: Path):
+    archive = zipped(tmp_path / "a", {"old/wiki": b"1", "new/wiki": b"2", "text": b"3"})
+    with pytest.raises(ValueError, match=rf"{archive}: it can't be unpacked \(it has 2 files of the name wiki\)"):
+        unpack_zip(archive, ["text", "wiki"], tmp_path / "there")
+    unpack_zip(archive, ["text"], tmp_path / "there")
+    assert files(tmp_path) == ["a", "there/text"]
+
+
 def test_zip_files_that_need_another_program(tmp_path: Path):
     archive = zipped(tmp_path / "a", {"wiki": b"1"})
     whole, central = archive.read_bytes(), archive.read_bytes().index(b"PK\1\2")

@@ -23,11 +23,12 @@ from lit_effattn import sequence
 from lit_effattn.callbacks.lightning_internals import epoch_is_whole
 from lit_effattn.checkpoints.io import hide_folders, own_folders
 from lit_effattn.checkpoints.loading import check_finite, check_not_averaged, check_same_model, load_model
+from lit_effattn.datamodules.common.tokens import IGNORE
 from lit_effattn.datamodules.text.tokenizers import Tokenizer
 from lit_effattn.distributed import sharding
 from lit_effattn.hparams import HasInitArgs, init_args
 from lit_effattn.nn.evaluating import evaluating
-from lit_effattn.sequence import State, parts, reads_values
+from lit_effattn.sequence import State, parts, reads_values, valid_positions
 from lit_effattn.tasks import loaders
 from lit_effattn.tasks.metrics import Count
 from lit_effattn.tasks.optimizers import MuonWithAdamW, exempt_from_decay, hidden_matrices, without_decay
@@ -92,6 +93,26 @@ def check_integers(values: Tensor, name: str, first: int, last: int, option: str
             raise ValueError(
                 f"the data hold {name} {value}, but the model has {option}: {first} … {last}; use the same for both"
             )
+
+
+def check_targets(targets: Tensor, lengths: Tensor | None, size: int, option: str = "vocab_size") -> None:
+    """Check that the targets (B, N) of a batch are below `size`, or `IGNORE`, as those of the padding must be.
+
+    Args:
+        targets: Targets.
+        lengths: (B,), number of valid positions of each row; None: all are valid.
+        size: Number of tokens that the model has.
+        option: Name of its option for this number.
+
+    Raises:
+        ValueError: If a value is out of range, or a position of the padding is scored.
+    """
+    if not reads_values(targets):
+        return
+    scored = targets != IGNORE
+    check_integers(targets.masked_fill(~scored, 0), "target", 0, size - 1, f"{option}={size}")
+    if lengths is not None and (scored & ~valid_positions(lengths, targets.size(1))).any():
+        raise ValueError(f"the batch scores a target beyond its `lengths`; set the targets of the padding to {IGNORE}")
 
 
 class Task(HasInitArgs, pl.LightningModule):

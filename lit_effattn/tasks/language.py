@@ -22,7 +22,7 @@ from lit_effattn.nn.packing import first_positions, packed
 from lit_effattn.nn.sliding import SlidingWindow
 from lit_effattn.sequence import SequenceModule, State, valid_lengths
 from lit_effattn.tasks.auxiliary import FurtherPredictions, mean_of_scored
-from lit_effattn.tasks.base import Objective, Task, check_backbone, check_fields, check_integers
+from lit_effattn.tasks.base import Objective, Task, check_backbone, check_fields, check_integers, check_targets
 from lit_effattn.tasks.metrics import Accuracy, BitsPerDim, BitsPerTextByte, Count, Perplexity, for_stages
 from lit_effattn.tasks.options import TextOptions
 from lit_effattn.tasks.predictions import of_positions, write_documents, write_items, write_responses
@@ -439,9 +439,10 @@ class LanguageModel(Task):
         return self._token_bytes if len(self._token_bytes) else None
 
     def check_batch(self, batch: TokenBatch) -> None:
-        """Raise ValueError if a token is outside the vocabulary: see `Task.check_batch`."""
+        """Raise ValueError if a token is outside the vocabulary, or padding is scored: see `Task.check_batch`."""
         check_fields(batch, TokenBatch)
         self._check_tokens(batch.inputs)
+        check_targets(batch.targets, batch.lengths, self.vocab_size)
 
     def _check_tokens(self, tokens: Tensor) -> None:
         check_integers(tokens, "token", 0, self.vocab_size - 1, f"vocab_size={self.vocab_size}")

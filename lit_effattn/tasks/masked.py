@@ -18,7 +18,7 @@ from lit_effattn.nn.heads import CategoricalHead, HeadFactory
 from lit_effattn.nn.packing import first_positions, packed
 from lit_effattn.sequence import SequenceModule, State
 from lit_effattn.tasks.auxiliary import mean_of_scored
-from lit_effattn.tasks.base import Objective, Task, check_backbone, check_fields, check_integers
+from lit_effattn.tasks.base import Objective, Task, check_backbone, check_fields, check_integers, check_targets
 from lit_effattn.tasks.metrics import Accuracy, Count, Mean, Perplexity, for_stages
 from lit_effattn.tasks.options import FillOptions
 from lit_effattn.tasks.predictions import of_positions, write_documents
@@ -205,9 +205,9 @@ class MaskedLanguageModel(Task):
         ]
 
     def check_batch(self, batch: TokenBatch) -> None:
-        """Raise ValueError if a token is outside the vocabulary: see `Task.check_batch`."""
+        """Raise ValueError if a token is outside the vocabulary, or padding is scored: see `Task.check_batch`."""
         check_fields(batch, TokenBatch)
-        self._check_tokens(batch.targets.clamp(min=0))
+        check_targets(batch.targets, batch.lengths, self.vocab_size)
 
     def _check_tokens(self, tokens: Tensor) -> None:
         check_integers(tokens, "token", 0, self.vocab_size - 1, f"vocab_size={self.vocab_size}")

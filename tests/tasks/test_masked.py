@@ -272,7 +272,7 @@ def test_what_is_refused():
         with pytest.raises(ValueError, match=words):
             model(**options)
     tokens = torch.full((1, 3), V)
-    with pytest.raises(ValueError, match="token 26"):
+    with pytest.raises(ValueError, match="target 26"):
         model().check_batch(TokenBatch(tokens, tokens))
 
 

@@ -7,15 +7,48 @@ import pytest
 import torch
 from torch.utils.data import TensorDataset
 
-from lit_effattn import LanguageModel, PixelModel, SpeechRecognizer, Transformer
-from lit_effattn.attention import LinearAttention
-from lit_effattn.datamodules import PixelSequences
+from lit_effattn import EncoderDecoder, LanguageModel, PixelModel, SpeechRecognizer, Transformer
+from lit_effattn.attention import LinearAttention, LinearCrossAttention
+from lit_effattn.datamodules import IGNORE, PairBatch, PixelSequences, TokenBatch
+from lit_effattn.tasks import MaskedLanguageModel, SequenceToSequence
 
 IDS = torch.arange(6).view(2, 3)
+LENGTHS = torch.tensor([3, 2])
+PADDED = torch.where(torch.arange(3) < LENGTHS[:, None], IDS, IGNORE)
 
 
 def pixels() -> PixelModel:
     return PixelModel(Transformer(8, 2, 1), (2, 3, 1), 4)
+
+
+def pairs(targets: torch.Tensor) -> Any:
+    backbone = EncoderDecoder(
+        Transformer(8, 2, 1, causal=False), Transformer(8, 2, 1, cross_attention=LinearCrossAttention)
+    )
+    return SequenceToSequence(backbone, 6, 6)(PairBatch(IDS, LENGTHS, IDS, targets, LENGTHS, [], []))
+
+
+def masked(targets: torch.Tensor) -> Any:
+    model = MaskedLanguageModel(Transformer(8, 2, 1, causal=False), 6)
+    return model.training_step(TokenBatch(IDS, targets, LENGTHS))
+
+
+def language(targets: torch.Tensor) -> Any:
+    return LanguageModel(Transformer(8, 2, 1), 6)(TokenBatch(IDS, targets, LENGTHS))
+
+
+@pytest.mark.parametrize("read", [language, masked, pairs])
+def test_targets_beyond_the_vocabulary_and_scored_padding(read: Callable[[torch.Tensor], Any]):
+    read(PADDED)
+    with pytest.raises(
+        ValueError, match="scores a target beyond its `lengths`; set the targets of the padding to -100"
+    ):
+        read(IDS)
+    for value in (-1, 6):
+        with pytest.raises(
+            ValueError, match=rf"the data hold target {value}, but the model has (target_)?vocab_size=6"
+        ):
+            read(PADDED.masked_fill(PADDED == 1, value))
 
 
 @pytest.mark.parametrize(

@@ -37,6 +37,10 @@ class GlobalLossNormalization(pl.Callback):
         """Make the model return unweighted losses again."""
         pl_module.scored_items = None  # type: ignore[assignment]
 
+    def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
+        """Make the model return unweighted losses again."""
+        self.on_fit_end(trainer, pl_module)
+
     def on_after_backward(self, trainer: pl.Trainer, pl_module: Any) -> None:
         """Divide the gradients by the scored items, after the last batch of an optimiser step and before clipping."""
         if is_accumulating(trainer):

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch import Callback
 from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor
 from torch.utils.data import DataLoader
@@ -52,6 +53,19 @@ def test_accumulated_batches_give_the_update_of_one_batch(tmp_path: Path, sizes:
     options = {"accumulate_grad_batches": len(parts)}
     torch.testing.assert_close(trained(tmp_path, parts, GlobalLossNormalization(), **options), whole)
     assert (trained(tmp_path, parts, **options) - whole).abs().max() > 1e-3  # Lightning's mean of means
+
+
+def test_a_run_that_fails_leaves_the_model_as_it_was(tmp_path: Path):
+    class Fails(Callback):
+        def on_train_batch_end(self, *_: Any) -> None:
+            raise RuntimeError("failed")
+
+    model = LanguageModel(LSTM(8, 1), V)
+    with pytest.raises(RuntimeError, match="failed"):
+        trainer(tmp_path, [GlobalLossNormalization(), Fails()], max_steps=2).fit(
+            model, DataLoader(rows(), batch_size=None)
+        )
+    assert model.scored_items is None
 
 
 def test_a_second_step_and_a_short_last_one_count_afresh(tmp_path: Path):

@@ -62,7 +62,9 @@ class SyntheticTask(DataModule):
         return number if number else len(self.sizes) + self.seed
 
     def _batches(self, split: str, training: bool) -> tuple[Dataset[Any], BatchSampler]:
-        sequences = self.sequences(split)
+        sequences: Any = self.sequences(split)
+        plain = {name: value for name, value in vars(sequences).items() if isinstance(value, int | float | str | tuple)}
+        sequences.identity = {"n_train": self.sizes["train"], **plain}  # see `ResumableLoader`
         variants = _DRAWS if training else 1
         order: dict[str, Any] = {"shuffle": training, "drop_last": training, **processes(self.trainer)}
         batch_size = self.batch_size if training else self.eval_batch_size

@@ -8,7 +8,7 @@ import numpy as np
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from lit_effattn.checks import one_of
-from lit_effattn.datamodules.common.sampling import processes
+from lit_effattn.datamodules.common.sampling import digest, processes
 from lit_effattn.datamodules.common.store import StoredArray
 from lit_effattn.datamodules.common.tokens import IGNORE, Response, TokenBatch
 from lit_effattn.datamodules.text.dialogue_sources import DialogueSource, Passage, Shown, cmu_dog
@@ -181,6 +181,11 @@ class DialogueStreams(TokenStreams):
         self.turns = np.flatnonzero(is_scored)  # indices of passages
         self.turn_begins = borders[self.turns]
         self.texts = [all_passages[i].text for i in self.turns]
+
+    @cached_property
+    def identity(self) -> dict[str, Any]:
+        """The number of conversations, and a digest of their tokens and their division."""
+        return {"conversations": len(self.documents) - 1, "digest": digest(self.tokens, self.documents, self.scored)}
 
     def __getitem__(self, step: int) -> TokenBatch:
         batch = super().__getitem__(step)

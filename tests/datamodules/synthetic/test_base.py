@@ -67,6 +67,23 @@ def test_workers_can_have_the_sequences(make):
     assert torch.equal(pickle.loads(pickle.dumps(sequences))[item][0], sequences[item][0])
 
 
+def test_a_run_of_other_sequences_is_not_resumed():
+    loader = CopyTask(8, batch_size=2, n_train=8).train_dataloader()
+    next(iter(loader))
+    CopyTask(8, batch_size=2, n_train=8, n_val=3).train_dataloader().load_state_dict(loader.state_dict())
+    for options, words in (
+        ({"max_len": 20}, r"words=\(1, 3\) and not \(1, 9\)"),
+        ({"max_len": 8, "seed": 1}, "stream=3 and not 4"),
+        ({"max_len": 8, "n_symbols": 3}, "n_symbols=10 and not 3"),
+    ):
+        other = CopyTask(**options, batch_size=2, n_train=8).train_dataloader()
+        with pytest.raises(ValueError, match=f"trained on other data: {words}; resume with the same data"):
+            other.load_state_dict(loader.state_dict())
+    recall = AssociativeRecall(16, n_pairs=2, batch_size=2, n_train=8).train_dataloader()
+    with pytest.raises(ValueError, match=r"trained on other data: .*lengths=None and not"):
+        recall.load_state_dict(loader.state_dict())
+
+
 def test_the_data_tell_the_model_the_size_of_the_vocabulary():
     for data, size in ((CopyTask(n_symbols=5), 6), (SortingTask(n_types=5), 6)):
         assert (data.vocab_size, data.unit, data.tokenizer) == (size, "token", None)

@@ -206,6 +206,9 @@ def test_a_packed_run_resumes_with_the_next_segment_and_its_memory(tmp_path: Pat
     fit(9, ckpt_path=tmp_path / "a.ckpt", weights_only=True)
     assert losses[1] + losses[2] == losses[0]
     assert len(losses[0]) == 9
+    (path := next((tmp_path / "Conversations" / "train").iterdir())).write_text(path.read_text().replace("a", "b"))
+    with pytest.raises(ValueError, match="trained on other data: digest="):
+        fit(9, ckpt_path=tmp_path / "a.ckpt", weights_only=True)
 
 
 def test_bpe_is_learnt_from_sections_and_turns(tmp_path: Path):

@@ -66,7 +66,7 @@ class WaveAugment:
     @property
     def fastest(self) -> float:
         """The largest factor by which an utterance becomes shorter."""
-        return 1.0 if self.speed is None else max(1.0, self.speed[1])
+        return 1.0 if self.speed is None else max(1.0, round(100 * self.speed[1]) / 100)
 
     @cached_property
     def noise_files(self) -> list[Path]:

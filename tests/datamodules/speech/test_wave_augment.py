@@ -40,6 +40,8 @@ def test_speed_changes_duration_and_frequencies():
     lengths = [len(changed(tone(400), seed, speed=(0.9, 1.1))) / RATE for seed in range(40)]
     assert 1 / 1.1 - 1e-3 < min(lengths) < 0.94
     assert 1.07 < max(lengths) < 1 / 0.9 + 1e-3
+    odd = WaveAugment(probability=1.0, speed=(1.106, 1.106), noise=None, telephone=False)  # in hundredths
+    assert len(odd(tone(400), RATE, np.random.default_rng(0))) == math.ceil(RATE / odd.fastest)
 
 
 def test_noise_is_white_at_the_ratio():

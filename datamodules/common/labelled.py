@@ -1,11 +1,14 @@
 """Batches of sequences with one class each, and the `collate_fn` that makes them from an (x, y) data set."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
+
+_SHOWN = 10  # classes that a message names
 
 
 class LabelledBatch(NamedTuple):
@@ -45,3 +48,12 @@ def pad_labelled(items: Sequence[tuple[Any, int]]) -> LabelledBatch:
     lengths = torch.tensor([len(row) for row in rows])
     labels = torch.tensor([int(label) for _, label in items])
     return LabelledBatch(pad_sequence(rows, batch_first=True), labels, lengths)
+
+
+def warn_of_untrained(splits: Iterable[str], labels: Mapping[str, Sequence[int]], classes: Sequence[str]) -> None:
+    """Warn of the items of `splits` whose class no training item has, given the labels of each split."""
+    known = {*labels["train"]}
+    for split in splits:
+        if untrained := [classes[label] for label in labels[split] if label not in known]:
+            names = ", ".join(map(repr, sorted({*untrained})[:_SHOWN]))
+            rank_zero_warn(f"{split}: {len(untrained):,} have a class that is not in the training data: {names}")

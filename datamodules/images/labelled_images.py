@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from lit_effattn.datamodules.common.labelled import LabelledBatch
+from lit_effattn.datamodules.common.labelled import LabelledBatch, warn_of_untrained
 from lit_effattn.datamodules.common.sampling import digest
 from lit_effattn.datamodules.images import sources as image_sources
 from lit_effattn.datamodules.images.pixels import PixelDataset, PixelSequences
@@ -72,6 +72,12 @@ class LabelledImages(PixelSequences):
         else:
             labels = image_sources.labels(self.dataset, self.root, test)
         return {split: _Labelled(images, labels[split]) for split, images in splits.items()}
+
+    def _log_sizes(self, splits: tuple[str, ...]) -> None:
+        super()._log_sizes(splits)
+        if self.dataset == "folder":  # the others have all classes
+            by_split: dict[str, Any] = self.splits
+            warn_of_untrained(splits, {s: of_one.labels.tolist() for s, of_one in by_split.items()}, self.classes)
 
 
 @dataclass(eq=False)

@@ -12,7 +12,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
 from lit_effattn.checks import at_least
 from lit_effattn.datamodules.common.faults import Fault, Faults
-from lit_effattn.datamodules.common.labelled import LabelledBatch, pad_labelled
+from lit_effattn.datamodules.common.labelled import LabelledBatch, pad_labelled, warn_of_untrained
 from lit_effattn.datamodules.common.packing import pack
 from lit_effattn.datamodules.common.sampling import digest
 from lit_effattn.datamodules.common.splits import SPLITS
@@ -20,6 +20,7 @@ from lit_effattn.datamodules.pairs import sources as pair_sources
 from lit_effattn.datamodules.pairs.base import Items, LengthBatched
 from lit_effattn.datamodules.pairs.sources import PairSource
 from lit_effattn.datamodules.text.text_stream import saved_tokenizer
+from lit_effattn.datamodules.text.token_store import replaced
 
 _MIN_WITH_HEADER = 10  # texts in which a header is recognised
 _SHOWN = 10  # classes that a message names
@@ -201,15 +202,10 @@ class LabelledTexts(LengthBatched):
         n_cut = sum(texts[split].n_cut for split in splits)
         cut = f"; {n_cut:,} cut to max_len={self.max_len}" if n_cut else ""
         rank_zero_info(f"{self.name}: {counts}; {len(classes)} classes: {', '.join(classes[:_SHOWN])}{more}{cut}")
-        trained = set() if texts["train"].labels is None else {*texts["train"].labels.tolist()}
+        if self._tokenizer is not None and self._tokenizer.n_replaced:
+            rank_zero_warn(f"{self.name}: {replaced(self._tokenizer, self._tokenizer.n_replaced)}")
+        warn_of_untrained(splits, {s: np.asarray(of_split.labels).tolist() for s, of_split in texts.items()}, classes)
         for split in splits:
-            of_split = texts[split].labels
-            unknown = (
-                [] if of_split is None else [classes[label] for label in of_split.tolist() if label not in trained]
-            )
-            if unknown:
-                names = ", ".join(map(repr, sorted({*unknown})[:_SHOWN]))
-                rank_zero_warn(f"{split}: {len(unknown):,} texts have a class that no training text has: {names}")
             if faults := self.left_out[split]:
                 rank_zero_warn(f"{split}: {len(faults)} are left out:\n  {faults}")
 

@@ -107,6 +107,14 @@ def test_subfolders_are_classes(divided, tmp_path):
     assert mirrored.indices.tolist() == [1, 0]
 
 
+def test_classes_without_training_images_are_named(tmp_path):
+    for split, names in {"train": ("cat", "dogs"), "val": ("cat", "dog"), "test": ("cat", "dogs")}.items():
+        write_classes(tmp_path / split, names, 2)
+    with pytest.warns(match="val: 2 have a class that is not in the training data: 'dog'") as warned:
+        ready(dataset="folder", root=str(tmp_path), image_size=8, channels=1)
+    assert not any("test: " in str(warning.message) for warning in warned)
+
+
 def test_what_has_no_classes_is_refused(tmp_path):
     write_classes(tmp_path, ("cat",), 10)
     options = {"dataset": "folder", "root": str(tmp_path), "image_size": 8}

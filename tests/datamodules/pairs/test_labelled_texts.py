@@ -156,7 +156,7 @@ def test_what_is_left_out_is_counted(tmp_path):
 def test_classes_without_training_texts_are_named(tmp_path):
     root = write(tmp_path / "y")
     (tmp_path / "y" / "val.tsv").write_text("a\tgood\nb\tnew\nc\tnew\n")
-    with pytest.warns(UserWarning, match="val: 2 texts have a class that no training text has: 'new'"):
+    with pytest.warns(UserWarning, match="val: 2 have a class that is not in the training data: 'new'"):
         ready(root=root)
 
 

@@ -41,7 +41,7 @@ class Record(NamedTuple):
         """
         texts = []
         for column in columns:
-            value = _field(self.fields, column)
+            value = field(self.fields, column)
             if numbers and column == columns[-1]:
                 value = _written(value)
             if not isinstance(value, str):
@@ -55,11 +55,12 @@ class Record(NamedTuple):
         return texts
 
 
-def _field(fields: Any, column: str) -> Any:
+def field(fields: Any, column: str) -> Any:
+    """Return a field of a record; None if it lacks it. `translation.en` is the field en of the object translation."""
     if not isinstance(fields, dict):
         return None
     first, _, rest = column.partition(".")
-    return _field(fields.get(first), rest) if rest and column not in fields else fields.get(column)
+    return field(fields.get(first), rest) if rest and column not in fields else fields.get(column)
 
 
 def _written(value: Any) -> Any:
@@ -100,7 +101,7 @@ def read_records(path: Path, columns: tuple[str, ...]) -> Iterator[Record | Faul
             the row names the columns; otherwise there must be as many columns.
 
     Raises:
-        ValueError: If a .csv is not valid.
+        ValueError: If a .csv is not valid, or a column that is needed is there twice.
     """
     name = path.name.lower().removesuffix(".gz")
     if name.endswith(".jsonl"):
@@ -157,6 +158,8 @@ def _named(
         ):
             yield Fault("header row", f"{where}: {separator.join(row)!r} are names of columns")
             names = cells if {*columns} <= {*cells} else columns
+            if twice := [column for column in columns if names.count(column) > 1]:
+                raise ValueError(f"{where}: names the column {twice[0]!r} twice; rename one of them")
         elif len(cells) == len(names):
             yield Record(where, dict(zip(names, row, strict=True)))
         elif any(cells):

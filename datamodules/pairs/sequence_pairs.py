@@ -221,6 +221,8 @@ class SequencePairs(LengthBatched):
         source, target = self._tokenizers
         vocabularies = f"a joint vocabulary of {source!r}" if self.vocabularies.joint else f"{source!r} to {target!r}"
         rank_zero_info(f"{self.corpus}: {counts}; {vocabularies}")
+        for message in (message for split in splits for message in self._store.replaced(split)):
+            rank_zero_warn(f"{self.corpus}: {message}")
 
     def _of_corpus(self, split: str) -> np.ndarray:
         """Return the items of a split that are used, and warn about those that are not."""

@@ -14,11 +14,11 @@ from lit_effattn.datamodules.common.files import regular
 from lit_effattn.datamodules.common.splits import SPLITS
 from lit_effattn.datamodules.common.store import ArrayWriter, StoredArray, cached, read_about, write_about
 from lit_effattn.datamodules.pairs.sources import Pair, PairSource
-from lit_effattn.datamodules.text.token_store import token_type
+from lit_effattn.datamodules.text.token_store import replaced, token_type
 from lit_effattn.datamodules.text.tokenization import progress
 from lit_effattn.datamodules.text.tokenizers import KINDS, Tokenizer
 
-FORMAT = 3
+FORMAT = 4
 """Version of the file format. Increment it if the same pairs give different files."""
 
 _BLOCK = 4096  # items tokenized at a time
@@ -96,6 +96,11 @@ class PairStore:
         """Return the faults of a split."""
         return Faults.from_data(self._about["faults"][split])
 
+    def replaced(self, split: str) -> list[str]:
+        """Return messages of what the vocabularies lack of the texts of a split."""
+        sides = zip(_SIDES, self.tokenizers, self._about["n_replaced"][split], strict=True)
+        return [f"{side}s of {split!r}: {replaced(tokenizer, n)}" for side, tokenizer, n in sides if n]
+
 
 def tokenized_pairs(source: PairSource, vocabularies: Vocabularies, *, merged: bool, cache: Path) -> PairStore:
     """Tokenize a source, or open the tokens of an earlier run if neither the source nor the settings have changed.
@@ -116,17 +121,18 @@ def _make(source: PairSource, vocabularies: Vocabularies, merged: bool, folder: 
     with progress("Reading the vocabularies", None):
         tokenizers = vocabularies.learn(lambda: source.pairs("train", Faults()))
     faults = {split: Faults() for split in SPLITS}
+    n_replaced = {}
     with progress("Tokenizing", None):
         for split in SPLITS:
             pairs = source.pairs(split, faults[split])
             items = _merged(pairs) if merged and split != "train" else ((pair.source, [pair.target]) for pair in pairs)
-            if not _write(folder, split, tokenizers, items):
+            n_items, n_replaced[split] = _write(folder, split, tokenizers, items)
+            if not n_items:
                 first = f"; the first of what is left out: {faults[split].first}" if faults[split] else ""
                 raise ValueError(f"corpus={source.name!r}: its split {split!r} has no pairs{first}; add some")
     specs = [tokenizer.to_json() for tokenizer in tokenizers]
-    write_about(
-        folder, {"tokenizers": specs, "faults": {split: of_split.to_data() for split, of_split in faults.items()}}
-    )
+    left_out = {split: of_split.to_data() for split, of_split in faults.items()}
+    write_about(folder, {"tokenizers": specs, "faults": left_out, "n_replaced": n_replaced})
 
 
 def _merged(pairs: Iterable[Pair]) -> Iterable[tuple[str, list[str]]]:
@@ -137,8 +143,10 @@ def _merged(pairs: Iterable[Pair]) -> Iterable[tuple[str, list[str]]]:
     return ((source, list(targets)) for source, targets in items.items())
 
 
-def _write(folder: Path, split: str, tokenizers: Tokenizers, items: Iterable[tuple[str, list[str]]]) -> int:
-    """Write a split and return its number of items."""
+def _write(
+    folder: Path, split: str, tokenizers: Tokenizers, items: Iterable[tuple[str, list[str]]]
+) -> tuple[int, list[int]]:
+    """Write a split and return its number of items, and of each side the number of units that its vocabulary lacks."""
     arrays = [
         (
             ArrayWriter(folder, f"{split}-{side}", token_type(tokenizer)),
@@ -146,15 +154,17 @@ def _write(folder: Path, split: str, tokenizers: Tokenizers, items: Iterable[tup
         )
         for side, tokenizer in zip(_SIDES, tokenizers, strict=True)
     ]
-    first, items = array("q", [0]), iter(items)
+    first, items, n_replaced = array("q", [0]), iter(items), [0, 0]
     while block := list(islice(items, _BLOCK)):
         sources, targets = [source for source, _ in block], [target for _, several in block for target in several]
-        for (tokens, utf8), tokenizer, texts in zip(arrays, tokenizers, (sources, targets), strict=True):
+        for side, ((tokens, utf8), tokenizer) in enumerate(zip(arrays, tokenizers, strict=True)):
+            texts, before = (sources, targets)[side], tokenizer.n_replaced
             for text, ids in zip(texts, tokenizer.encode_all(texts), strict=True):
                 tokens.add([(ids, 0)], keep_empty=True)
                 utf8.add([(np.frombuffer(text.encode(), np.uint8), 0)])
+            n_replaced[side] += tokenizer.n_replaced - before
         first.extend(accumulate((len(several) for _, several in block), initial=first.pop()))
     for writer in chain(*arrays):
         writer.close()
     np.save(folder / f"{split}.first.npy", np.asarray(first))
-    return len(first) - 1
+    return len(first) - 1, n_replaced

@@ -44,6 +44,8 @@ def records(
     header, begin, residues = "", -1, list[bytes]()
     for offset, line in _lines(path, start):
         if line.startswith(b">"):
+            if b"\r" in line.rstrip():
+                raise ValueError(f"{path}: the header at byte {offset} has a carriage return in it; end lines with LF")
             if begin >= 0:
                 yield begin, header, b"".join(residues)
             if offset >= stop:
@@ -54,7 +56,7 @@ def records(
                 raise ValueError(f"{path}: the line at byte {offset} precedes the first header (>…) of a FASTA file")
             continue  # of the document before `start`
         else:
-            residues.append(line.strip())
+            residues += line.split()
         read(line)
     if begin >= 0:
         yield begin, header, b"".join(residues)

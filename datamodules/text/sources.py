@@ -16,6 +16,7 @@ from lit_effattn.datamodules.common import hugging_face
 from lit_effattn.datamodules.common.faults import Fault, Faults
 from lit_effattn.datamodules.common.files import shown, text_encoding, unpack_zip, walk_splits
 from lit_effattn.datamodules.common.python_library import library_files
+from lit_effattn.datamodules.common.records import field, of_rows
 from lit_effattn.datamodules.common.splits import HELD_OUT, SPLITS, fixed_order, twentieths
 from lit_effattn.datamodules.text.records import SUFFIXES as RECORDS
 from lit_effattn.datamodules.text.records import is_records, records
@@ -159,7 +160,7 @@ def wikitext103(root: Path) -> TextSource:
     )
 
 
-def files(root: Path, glob: str | None, field: str, *, whole_characters: bool) -> TextSource:
+def files(root: Path, glob: str | None, column: str, *, whole_characters: bool) -> TextSource:
     """Return a single file, divided 90/5/5, or a folder with each of its files as a document.
 
     A folder's subfolders train, val and test are the splits. Otherwise its files are divided by name, 90/5/5 %, with at
@@ -184,19 +185,19 @@ def files(root: Path, glob: str | None, field: str, *, whole_characters: bool) -
                 f"end in .txt{faults.counts}"
             )
     if any(is_records(path.name) for of_split in paths.values() for path in of_split):
-        return _of_records(root, paths, field)
+        return _of_records(root, paths, column)
     splits = {name: _non_empty(of_split, root) for name, of_split in paths.items()}
     return _source("files", root, _split_by_name(splits[""]) if "" in splits else splits)
 
 
-def _of_records(root: Path, paths: dict[str, list[Path]], field: str) -> TextSource:
+def _of_records(root: Path, paths: dict[str, list[Path]], column: str) -> TextSource:
     about = {n: [(str(p), p.stat().st_size, p.stat().st_mtime_ns) for p in of_n] for n, of_n in paths.items()}
     paths = {"train": paths[""]} if "" in paths else paths
     splits: dict[str, Iterable[Document]] = {
-        name: _Numbered(partial(_documents, paths[source], root, field), numbers)
+        name: _Numbered(partial(_documents, paths[source], root, column), numbers)
         for name, (source, numbers) in twentieths(paths).items()
     }
-    return TextSource(name="files", splits=splits, identity=[str(root.resolve()), field, about], n_bytes=None)
+    return TextSource(name="files", splits=splits, identity=[str(root.resolve()), column, about], n_bytes=None)
 
 
 @dataclass
@@ -211,11 +212,11 @@ class _Numbered:
         return (d for i, d in documents if d is not None and i % HELD_OUT in self.remainders)
 
 
-def _documents(paths: list[Path], root: Path, field: str) -> Iterator[Document]:
+def _documents(paths: list[Path], root: Path, column: str) -> Iterator[Document]:
     """Yield the documents of files, of which some hold several."""
     for path in paths:
         if is_records(path.name):
-            texts = records(path, field)
+            texts = records(path, column)
             yield from (Document(f"{path}[{i}]", 0, partial(iter, (text,)), title) for i, title, text in texts if text)
         else:
             part = _whole(path, root)
@@ -308,7 +309,8 @@ def huggingface(path: str, subset: str | None, column: str) -> TextSource:
     The splits are train, validation and test. If validation or test is missing, it is every 20th row of train.
 
     Raises:
-        ValueError: If `datasets` is not installed, or there is no split train with this column.
+        ValueError: If `datasets` is not installed, or there is no split train with this column. While reading: if it
+            holds something else than texts.
     """
     rows, identity = hugging_face.load_splits("source='huggingface'", path, subset, [column], "column")
     splits: dict[str, Iterable[Document]] = {
@@ -319,6 +321,8 @@ def huggingface(path: str, subset: str | None, column: str) -> TextSource:
 
 
 def _of_rows(title: str, rows: Iterable[Any], column: str) -> Iterator[Document | None]:
-    for i, row in enumerate(rows):
-        text = (row[column] or "").encode()
-        yield Document(f"{title}[{i}]", 0, partial(iter, (text,))) if text else None
+    for where, row in of_rows(title, rows):
+        text = field(row, column)
+        if not isinstance(text, str | None):
+            raise ValueError(f"{where}: {column!r} must be a text, but is {str(text)[:40]!r}; choose another column")
+        yield Document(where, 0, partial(iter, (text.encode(),))) if text else None

@@ -260,8 +260,8 @@ class TextStream(DataModule):
         """Open the tokens and log their number, and the files that are left out."""
         counts = [f"{self._store.n_tokens(split):,} {PURPOSES[split]}" for split in SPLITS_OF[stage]]
         rank_zero_info(f"{self.source}: {', '.join(counts)}; vocabulary of {self.vocab_size:,} {self.tokens}")
-        if replaced := self._store.n_replaced:
-            rank_zero_warn(f"{self.source}: {replaced:,} letters are not of the vocabulary, and read as X")
+        if replaced := self._store.replaced:
+            rank_zero_warn(f"{self.source}: {replaced}")
         if self.source == "files" and (
             faults := text_sources.unread(Path(self._options["root"]), self._options["glob"])
         ):

@@ -41,7 +41,7 @@ def shard_name(number: int) -> str:
 
 
 class ShardWriter(ArrayWriter):
-    """Writes a shard. Its .json has the number of letters that the tokenizer replaced, if any."""
+    """Writes a shard. Its .json has the number of units that the vocabulary lacks, if any."""
 
     def __init__(self, folder: Path, number: int, tokenizer: Tokenizer) -> None:
         super().__init__(folder, shard_name(number), token_type(tokenizer))
@@ -52,6 +52,12 @@ class ShardWriter(ArrayWriter):
         if replaced := self._tokenizer.n_replaced - self._replaced_before:
             more["n_replaced"] = replaced
         return super().close(**more)
+
+
+def replaced(tokenizer: Tokenizer, n: int) -> str:
+    """Return a message of `n` units that the vocabulary of `tokenizer` lacks."""
+    units, token = tokenizer.replaces
+    return f"{n:,} {units} are not of the vocabulary, and read as {token}"
 
 
 def token_type(tokenizer: Tokenizer) -> np.dtype[Any]:
@@ -188,9 +194,10 @@ class TokenStore:
         return Documents(tokens, np.concatenate(begins), np.concatenate(lengths), identity)
 
     @property
-    def n_replaced(self) -> int:
-        """Number of letters in all splits that are not of the vocabulary, where the tokenizer counts them."""
-        return sum(shard.get("n_replaced", 0) for shard in self._about[2])
+    def replaced(self) -> str:
+        """A message of what the vocabulary lacks in all splits: `4 characters are not …`; "" if it lacks nothing."""
+        n = sum(shard.get("n_replaced", 0) for shard in self._about[2])
+        return replaced(self.tokenizer, n) if n else ""
 
     def titles(self, name: str) -> list[str]:
         """Return the titles of the documents of a split, in their order; an empty list if none has one."""

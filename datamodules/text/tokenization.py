@@ -14,7 +14,7 @@ from lit_effattn.datamodules.text.sources import Document, TextSource
 from lit_effattn.datamodules.text.token_store import ShardWriter, TokenStore, write_manifest
 from lit_effattn.datamodules.text.tokenizers import ByteTokenizer, Tokenizer
 
-CACHE_FORMAT = 3
+CACHE_FORMAT = 4
 """Version of the cached files. Increment it if the same texts give different files."""
 
 _QUICK = 20_000_000  # less text, in bytes, shows no progress bar

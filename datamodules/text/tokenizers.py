@@ -78,8 +78,10 @@ class Tokenizer(ABC):
     unit: ClassVar[str] = "token"
     separator: ClassVar[str] = ""
     saved_as: ClassVar[type] = type(None)
+    replaces: ClassVar[tuple[str, str]] = ("characters", UNK)
+    """Names of what a vocabulary may lack, and of what it is read as."""
     n_replaced = 0
-    """Number of letters encoded so far that are not of the vocabulary, if the kind counts them."""
+    """Number of these encoded so far."""
 
     def __init__(self, vocabulary: Any, n_tokens: int, start: int | None = None, end: int | None = None) -> None:
         self.vocabulary, self.n_tokens, self.end = vocabulary, n_tokens, end
@@ -214,7 +216,9 @@ class CharacterTokenizer(Tokenizer):
 
     def encode(self, text: str | bytes) -> np.ndarray:
         """Return the characters' tokens."""
-        return self._ids[_code_points(_as_str(text))]
+        ids = self._ids[_code_points(_as_str(text))]
+        self.n_replaced += int((ids == len(self.characters)).sum())
+        return ids
 
     def decode(self, ids: Iterable[int]) -> str:
         """Decode tokens to text. `<unk>` becomes U+FFFD."""
@@ -292,6 +296,7 @@ class AminoAcidTokenizer(CharacterTokenizer):
 
     kind, unit = "amino_acids", "token"
     saved_as = type(None)
+    replaces = ("letters", "X")
     LETTERS = "ABCDEFGHIKLMNOPQRSTUVWXYZ"  # all but J
 
     def __init__(self) -> None:
@@ -304,10 +309,8 @@ class AminoAcidTokenizer(CharacterTokenizer):
 
     def encode(self, text: str | bytes) -> np.ndarray:
         """Return the letters' tokens."""
-        ids = self._ids[_code_points("".join(_as_str(text).split()))]
-        replaced = ids == len(self.LETTERS)
-        self.n_replaced += int(replaced.sum())
-        return np.where(replaced, np.uint32(self.LETTERS.index("X")), ids)
+        ids = super().encode("".join(_as_str(text).split()))
+        return np.where(ids == len(self.LETTERS), np.uint32(self.LETTERS.index("X")), ids)
 
     def unknown(self, text: str) -> list[str]:
         """Return the characters that are read as X."""
@@ -330,6 +333,7 @@ class WordTokenizer(_LibraryTokenizer):
     """
 
     kind, separator, saved_as = "words", " ", list
+    replaces = ("words", UNK)
 
     def __init__(self, words: list[str]) -> None:
         self.words = words
@@ -338,7 +342,15 @@ class WordTokenizer(_LibraryTokenizer):
             self._model = tokenizers.Tokenizer(models.WordLevel(vocabulary, unk_token=UNK))
         self._model.normalizer = normalizers.Replace("\n", f" {EOS} ")
         self._model.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+        self._unknown = vocabulary.get(UNK, -1)
         super().__init__(words, len(words) + 1, end=vocabulary.get(EOS))
+
+    def encode_all(self, texts: list[str]) -> list[np.ndarray]:
+        """Encode several texts separately; faster than one after the other."""
+        encoded = super().encode_all(texts)
+        if n := sum(int((ids == self._unknown).sum()) for ids in encoded):  # as a word of the text it is not replaced
+            self.n_replaced += n - sum(text.split().count(UNK) for text in texts)
+        return encoded
 
     def decode(self, ids: Iterable[int]) -> str:
         """Decode tokens to words separated by spaces and line ends."""

@@ -9,6 +9,7 @@ from pathlib import Path
 from lit_effattn.checkpoints.printable import printable
 from lit_effattn.checkpoints.runs import short
 from lit_effattn.datamodules.text.prepare import prepare as make
+from lit_effattn.datamodules.text.token_store import TokenStore
 from lit_effattn.datamodules.text.tokenizers import KINDS
 from lit_effattn.settings.tools import tool_parser
 
@@ -60,8 +61,8 @@ def prepare(args: list[str]) -> None:
     about, left_out = make(source, folder, **given)
     if left_out:
         print(printable(f"{source}: {len(left_out)} left out:\n  {left_out}"), file=sys.stderr)
-    if replaced := sum(shard.get("n_replaced", 0) for shard in about["shards"]):
-        print(f"{source}: {replaced:,} letters are not of the vocabulary, and read as X", file=sys.stderr)
+    if replaced := TokenStore(folder).replaced:
+        print(f"{source}: {replaced}", file=sys.stderr)
     print(
         f"{short(folder)}: {about['n_tokens']:,} tokens ({about['tokenizer']}, {about['dtype']}) of "
         f"{about['n_documents']:,} documents, {about['n_bytes']:,} bytes, in {len(about['shards']):,} shards\n"

@@ -21,6 +21,9 @@ def test_a_csv_has_quotes_and_lines_within_them(tmp_path: Path):
     for damaged in ('text,label\n"a,good\nb,bad\n', 'text,label\n"a"b,good\n'):
         with pytest.raises(ValueError, match=r"z\.csv:\d: is not CSV .*correct it"):
             texts(tmp_path / "z.csv", damaged)
+    with pytest.raises(ValueError, match=r"z\.csv:1: names the column 'label' twice; rename"):
+        texts(tmp_path / "z.csv", "text,label,label\na,good,bad\n")
+    assert texts(tmp_path / "z.csv", "text,label,id,id\na,good,1,2\n") == ["header row", ["a", "good"]]
 
 
 def test_a_first_row_names_columns_in_any_order(tmp_path: Path):

@@ -149,6 +149,11 @@ def test_the_vocabulary_is_of_the_training_texts(tmp_path):
     apart = tsv(tmp_path, splits=splits, **options)
     assert json.loads(apart.source_tokenizer)["vocabulary"] == ["a", "b", "<unk>"]
     assert json.loads(apart.target_tokenizer)["vocabulary"] == ["c", "<unk>"]
+    for split, sides in {"fit": ("source", "target"), "test": ("target",)}.items():
+        with pytest.warns(UserWarning, match="1 words are not of the vocabulary, and read as <unk>") as warned:
+            apart.setup(split)
+        name = "val" if split == "fit" else split
+        assert [str(w.message).partition(":")[2][:16] for w in warned] == [f" {s}s of {name!r}:"[:16] for s in sides]
     joint = tsv(tmp_path, splits=splits, joint=True, **options)
     assert json.loads(joint.source_tokenizer)["vocabulary"] == ["c", "a", "b", "<unk>"]
     small = tsv(tmp_path, splits=splits, joint=True, vocab_size=3, **options)

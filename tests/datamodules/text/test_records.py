@@ -111,7 +111,7 @@ def test_other_letters_become_x_and_are_counted(tmp_path: Path):
     assert documents(data._store, "val") == ["UOBZX", "A"]
     assert documents(data._store, "train")[0] == "ACDX"
     about, _ = prepare(tmp_path / "x.fasta", tmp_path / "out", tokens="amino_acids", shard_bytes=8)
-    assert TokenStore(tmp_path / "out").n_replaced == 4
+    assert TokenStore(tmp_path / "out").replaced.startswith("4 letters are not")
     assert len(about["shards"]) > 2
     assert (data.vocab_size, data.unit) == (26, "token")
     tokenizer = Tokenizer.from_spec(data.tokenizer)
@@ -124,6 +124,11 @@ def test_what_is_no_fasta_file_is_named(tmp_path: Path):
     (tmp_path / "x.fasta").write_text("\nMKV\n>a\nMK\n")
     with pytest.raises(ValueError, match=r"x\.fasta: the line at byte 1 precedes the first header"):
         stream(tmp_path / "x.fasta", tmp_path)
+    (tmp_path / "y.fasta").write_bytes(b">a\nMKV\n>b\rMKL\r>c\rMK\r")
+    with pytest.raises(
+        ValueError, match=r"y\.fasta: the header at byte 7 has a carriage return in it; end lines with LF"
+    ):
+        stream(tmp_path / "y.fasta", tmp_path)
     (tmp_path / "x.jsonl").write_text('{"text": "MK"}\n{"seq": "MK"}\n')
     with pytest.raises(ValueError, match=r"x\.jsonl: the line at byte 15: its field 'text' must be a text"):
         stream(tmp_path / "x.jsonl", tmp_path)
@@ -131,7 +136,7 @@ def test_what_is_no_fasta_file_is_named(tmp_path: Path):
 
 def test_records_of_a_part_of_a_file(tmp_path: Path):
     """Each record is of the part in which its header begins, for each division in two."""
-    content = fasta(TEXTS[:6], HEADERS[:6])
+    content = fasta(TEXTS[:6], HEADERS[:6]).replace(TEXTS[2][:7], f"{TEXTS[2][:3]} {TEXTS[2][3:7]}\t")
     (tmp_path / "x.fasta").write_text(content)
     whole = list(records(tmp_path / "x.fasta", "text"))
     assert [(title, text.decode()) for _, title, text in whole] == list(zip(HEADERS, TEXTS[:6], strict=False))

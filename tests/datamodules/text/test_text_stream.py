@@ -368,6 +368,26 @@ def test_huggingface_rows_are_documents(tmp_path, monkeypatch, names, real):
         ready(source="huggingface", path=str(tmp_path / "rows"))
 
 
+def test_a_text_within_a_column_of_huggingface(tmp_path, monkeypatch):
+    fake_datasets(monkeypatch)
+    write_rows(tmp_path / "rows", ["train"], lambda name, i: {"say": {"en": f"hello {i}", "n": i}}, 40)
+    options = {"source": "huggingface", "path": str(tmp_path / "rows"), "segment_len": 4, "batch_size": 1}
+    assert documents(ready(**options, column="say.en"), "test") == ["hello 0", "hello 20"]
+    with pytest.raises(
+        ValueError, match=r"rows train\[0\]: 'say\.n' must be a text, but is '0'; choose another column"
+    ):
+        ready(**options, column="say.n")
+
+
+def test_what_the_vocabulary_lacks_is_counted(tmp_path):
+    for split, line in {"train": "ab ab ab ", "val": "ab xx ", "test": "yy yy ab "}.items():
+        (tmp_path / split).mkdir()
+        (tmp_path / split / "a.txt").write_text(10 * line)
+    for tokens, n in {"characters": 60, "words": 30}.items():
+        with pytest.warns(UserWarning, match=f"files: {n} {tokens} are not of the vocabulary, and read as <unk>"):
+            ready(source="files", root=str(tmp_path), tokens=tokens, segment_len=4, batch_size=1)
+
+
 def test_huggingface_without_its_package_names_the_extra(monkeypatch):
     monkeypatch.setattr("lit_effattn.datamodules.common.hugging_face.find_spec", lambda name: None)
     with pytest.raises(ValueError, match=r"source='huggingface'.*pip install 'lit-effattn\[huggingface\]'"):

@@ -85,6 +85,7 @@ def test_characters_are_those_of_the_training_text():
     assert made.characters == "abc屋"
     assert made.n_tokens == 6
     assert made.encode("屋bxc\U0010ffff").tolist() == [3, 1, 4, 2, 4]
+    assert made.n_replaced == 2
     assert made.decode([0, 4, 3]) == "a\ufffd屋"
 
 
@@ -98,7 +99,8 @@ def test_words_are_ranked_by_frequency_and_rare_ones_unknown():
     few = WordTokenizer.learn([text[:6], text[6:]], 5)
     assert few.words == ["<eos>", "<unk>", "b", "a"]  # <unk> counts <unk>, c, d, e: 4 times, like <eos>
     assert few.n_tokens == 5
-    assert few.encode("c d a").tolist() == [1, 1, 3]
+    assert few.encode("c d a <unk>").tolist() == [1, 1, 3, 1]
+    assert (few.n_replaced, whole.n_replaced) == (2, 1)
     odd = WordTokenizer.learn(["a\x1cb a\x85b"], None)
     assert odd.encode("a\x1cb a\x85b").tolist() == [odd.words.index(word) for word in ("a\x1cb", "a", "b")]
 

@@ -141,8 +141,8 @@ class SequenceModule(HasInitArgs, nn.Module, ABC):
             raise NotImplementedError(parts().unsupported(self))
         if x.dim() != 3 or x.size(-1) != self.d_input:
             raise ValueError(f"{name}: x has shape {tuple(x.shape)}; expected (batch, length, {self.d_input})")
-        if x.size(1) == 0:
-            raise ValueError(f"{name}: x has shape {tuple(x.shape)}; a sequence has at least one position")
+        if 0 in x.shape[:2]:
+            raise ValueError(f"{name}: x has shape {tuple(x.shape)}; expected at least one row and one position")
         if state is not None and not self.causal:
             raise ValueError(f"{name}: state was given, but causal=False; only a causal module has a state")
         for t in tensors(state):

@@ -206,6 +206,7 @@ def test_bad_arguments_are_named_with_their_value(module):
         (torch.zeros(2, 3), None, "(2, 3)"),
         (torch.zeros(2, 3, 5), None, "(2, 3, 5)"),
         (torch.zeros(2, 0, 4), None, "(2, 0, 4)"),
+        (torch.zeros(0, 3, 4), None, "(0, 3, 4)"),
         (torch.zeros(2, 3, 4), torch.tensor([1.0, 2.0]), "torch.float32"),
         (torch.zeros(2, 3, 4), torch.tensor([1, 2, 3]), "(3,)"),
         (torch.zeros(2, 3, 4), torch.tensor([1, 4]), "[1, 4]"),

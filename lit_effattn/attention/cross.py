@@ -348,10 +348,10 @@ def check_source(module: Any, source: Tensor, lengths: Tensor | None) -> None:
         ValueError: If an argument is invalid. The message names it, its value and what was expected.
     """
     name = type(module).__name__
-    if source.dim() != 3 or source.size(-1) != module.d_source or source.size(1) == 0:
+    if source.dim() != 3 or source.size(-1) != module.d_source or 0 in source.shape[:2]:
         raise ValueError(
             f"{name}: source has shape {tuple(source.shape)}; expected (batch, length, {module.d_source}) and at least "
-            "one position"
+            "one row and one position"
         )
     check_lengths(name, lengths, source)
 

@@ -128,7 +128,8 @@ def _unflattened(like: State, message: Tensor) -> State:
         nonlocal start
         n = t.numel() if t.is_floating_point() else t.numel() * t.element_size() // message.element_size()
         cut, start = message[start : start + n], start + n
-        return (cut.to(t.dtype) if t.is_floating_point() else cut.detach().view(t.dtype).clone()).view(t.shape)
+        # A copy is aligned for integers, which are wider than the message's numbers.
+        return (cut.to(t.dtype) if t.is_floating_point() else cut.detach().clone().view(t.dtype)).view(t.shape)
 
     return map_tensors(take, like)
 

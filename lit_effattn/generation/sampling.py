@@ -192,12 +192,16 @@ def generate(
         prompt, state, earlier = torch.cat([kept.tokens, prompt], 1), kept.state, kept.drawn
         lengths = None if lengths is None else lengths + kept.tokens.size(1)
     check_prompt(prompt)
+    if lengths is not None and reads_values(lengths) and bool((lengths < 1).any()):
+        raise ValueError(f"lengths is {lengths.tolist()}; each row of prompt has at least one token")
     at_least(0 if keep is None else 1, n_tokens=n_tokens)
     on_cpu = _on_cpu(prompt.device)
     if sampling.compile and not on_cpu and BACKEND == "inductor":
         check_inductor("compile=True", prompt.device)
     rows = len(prompt)
     numbers = range(rows) if streams is None else streams
+    if len(numbers) != rows:
+        raise ValueError(f"streams has {len(numbers)} numbers for {rows} rows of prompt; give one for each")
     uniform = torch.stack([_random_stream(sampling.seed, i, earlier + n_tokens)[earlier:] for i in numbers], 1)
     uniform = uniform.to(prompt.device)
     drawn = torch.empty(rows, n_tokens, dtype=torch.long, device=prompt.device)

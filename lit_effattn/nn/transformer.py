@@ -291,7 +291,7 @@ class Transformer(SequenceModule):
         one_of(Initialisation, init=init)
         one_of(NormKind, norm_kind=norm_kind)
         positive(norm_eps=norm_eps)
-        at_least(1, n_layers=n_layers)
+        at_least(1, n_layers=n_layers, d_ff=d_ff, d_source=d_source)
         probabilities(dropout=dropout, activation_dropout=activation_dropout, output_dropout=output_dropout)
         kinds = _in_turn("attention", attention, n_layers)
         cross_kinds = None if cross_attention is None else _in_turn("cross_attention", cross_attention, n_layers)

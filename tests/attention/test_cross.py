@@ -272,7 +272,7 @@ def test_a_bad_source_is_named():
     for shape, lengths, words in [
         ((2, 6), None, ["source", "(2, 6)", "(batch, length, 6)"]),
         ((2, 3, 8), None, ["source", "(2, 3, 8)", "(batch, length, 6)"]),
-        ((2, 0, 6), None, ["source", "(2, 0, 6)", "at least one position"]),
+        *[((b, n, 6), None, ["source", f"({b}, {n}, 6)", "one row and one position"]) for b, n in ((2, 0), (0, 3))],
         ((2, 3, 6), torch.tensor([1.0, 2.0]), ["lengths", "torch.float32", "integers of shape (2,)"]),
         ((2, 3, 6), torch.tensor([1, 2, 3]), ["lengths", "(3,)", "integers of shape (2,)"]),
         ((2, 3, 6), torch.tensor([1, 4]), ["lengths", "[1, 4]", "0 to 3"]),

@@ -26,7 +26,7 @@ from lit_effattn.attention import (
 )
 from lit_effattn.attention.kv_cache import Cache
 from lit_effattn.attention.positions import SinusoidalPositions
-from lit_effattn.distributed.sequence_parallel import Parts, sequence_parallel
+from lit_effattn.distributed.sequence_parallel import Parts, _as_numbers, _unflattened, sequence_parallel
 from lit_effattn.nn.lstm import LSTM
 from lit_effattn.settings.kinds import attention_kinds
 from tests.support.processes import in_processes
@@ -151,6 +151,14 @@ def test_messages_do_not_grow_with_the_sequence(found: list[dict[str, Any]]):
     short, long = found[0]["sent"]
     # One a layer, and with rotary positions one more, of a number for each row; one of these for the whole stack.
     assert short == long == (5, sequence.nbytes(state.layers) + 3 * B * 8)
+
+
+def test_integers_may_begin_anywhere_in_a_message():
+    """After an odd number of numbers, which are half as wide."""
+    state = LinearAttention(6, 3, d_qk=9).initial_state(1)._replace(length=torch.tensor([2**40 + 5]))
+    assert sum(t.numel() for t in state[:2]) % 2
+    message = torch.cat([_as_numbers(t, torch.float32) for t in state])
+    torch.testing.assert_close(tuple(_unflattened(state, message)), tuple(state), rtol=0, atol=0)
 
 
 # --------------------------------------------------------------------------------------------------------- the algebra

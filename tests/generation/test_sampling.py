@@ -528,6 +528,14 @@ def test_a_prompt_has_rows_and_tokens(shape: tuple[int, ...]):
             draws()
 
 
+def test_each_row_of_a_prompt_has_tokens_and_a_stream():
+    made, prompt = parts(), torch.zeros(2, 3, dtype=torch.long)
+    with pytest.raises(ValueError, match=r"lengths is \[3, 0\]; each row of prompt has at least one token"):
+        generate(*made, prompt, 1, lengths=torch.tensor([3, 0]))
+    with pytest.raises(ValueError, match="streams has 1 numbers for 2 rows"):
+        generate(*made, prompt, 1, streams=[5])
+
+
 def test_a_number_of_tokens_is_not_negative():
     made, prompt = parts(), torch.zeros(1, 1, dtype=torch.long)
     assert generate(*made, prompt, 0).shape == (1, 0)

@@ -387,7 +387,7 @@ def test_initial_values_of_pytorch():
 def test_bad_options_are_named():
     for options, words in [
         *[({name: "none"}, f"{name}='none' is not one of") for name in ("norm", "activation", "init", "norm_kind")],
-        ({"n_layers": 0}, "n_layers=0"),
+        *[({name: 0}, f"{name}=0 must be at least 1") for name in ("n_layers", "d_ff", "d_source")],
         ({"attention": []}, "lists 0 kinds for n_layers=2"),
         ({"attention": [LinearAttention] * 3}, "lists 3 kinds for n_layers=2"),
         ({"position_width": 8}, "position_width=8 with d_model=8"),

@@ -146,6 +146,10 @@ class LabelledTexts(LengthBatched):
                 raise ValueError(f"{self.name}: no text with a class for {split!r}{first}; add some")
         if self._options[0] is not None:
             self._drop_header(texts, labels)
+        trained = {*texts["train"]}
+        for split in ("val", "test"):
+            if n := sum(text in trained for text in texts[split]):
+                rank_zero_warn(f"{self.name}: {n:,} texts of {split!r} are in the training texts, too")
         classes = tuple(sorted({*labels["train"], *labels["val"], *labels["test"]}))
         self._check_classes(classes, labels["train"])
         numbers = {name: label for label, name in enumerate(classes)}

@@ -221,7 +221,7 @@ class SequencePairs(LengthBatched):
         source, target = self._tokenizers
         vocabularies = f"a joint vocabulary of {source!r}" if self.vocabularies.joint else f"{source!r} to {target!r}"
         rank_zero_info(f"{self.corpus}: {counts}; {vocabularies}")
-        for message in (message for split in splits for message in self._store.replaced(split)):
+        for message in (message for split in splits for message in self._store.doubts(split)):
             rank_zero_warn(f"{self.corpus}: {message}")
 
     def _of_corpus(self, split: str) -> np.ndarray:

@@ -18,7 +18,7 @@ from lit_effattn.datamodules.text.token_store import replaced, token_type
 from lit_effattn.datamodules.text.tokenization import progress
 from lit_effattn.datamodules.text.tokenizers import KINDS, Tokenizer
 
-FORMAT = 4
+FORMAT = 5
 """Version of the file format. Increment it if the same pairs give different files."""
 
 _BLOCK = 4096  # items tokenized at a time
@@ -96,16 +96,19 @@ class PairStore:
         """Return the faults of a split."""
         return Faults.from_data(self._about["faults"][split])
 
-    def replaced(self, split: str) -> list[str]:
-        """Return messages of what the vocabularies lack of the texts of a split."""
+    def doubts(self, split: str) -> list[str]:
+        """Return messages of what the vocabularies lack of the texts of a split, and of sources that are trained on."""
         sides = zip(_SIDES, self.tokenizers, self._about["n_replaced"][split], strict=True)
-        return [f"{side}s of {split!r}: {replaced(tokenizer, n)}" for side, tokenizer, n in sides if n]
+        messages = [f"{side}s of {split!r}: {replaced(tokenizer, n)}" for side, tokenizer, n in sides if n]
+        if n_shared := self._about["n_shared"][split]:
+            messages.append(f"{n_shared:,} sources of {split!r} are in the training pairs, too")
+        return messages
 
 
 def tokenized_pairs(source: PairSource, vocabularies: Vocabularies, *, merged: bool, cache: Path) -> PairStore:
     """Tokenize a source, or open the tokens of an earlier run if neither the source nor the settings have changed.
 
-    The vocabularies are learnt from the training pairs. Memory grows by 40 bytes with each training pair; pairs of
+    The vocabularies are learnt from the training pairs. Memory grows by 50 bytes with each training pair; pairs of
     validation and test are held in memory while they are merged. If several processes call this, one tokenizes and the
     others wait.
 
@@ -121,18 +124,20 @@ def _make(source: PairSource, vocabularies: Vocabularies, merged: bool, folder: 
     with progress("Reading the vocabularies", None):
         tokenizers = vocabularies.learn(lambda: source.pairs("train", Faults()))
     faults = {split: Faults() for split in SPLITS}
-    n_replaced = {}
+    n_replaced, n_shared, written = {}, {}, {}
     with progress("Tokenizing", None):
         for split in SPLITS:
             pairs = source.pairs(split, faults[split])
             items = _merged(pairs) if merged and split != "train" else ((pair.source, [pair.target]) for pair in pairs)
-            n_items, n_replaced[split] = _write(folder, split, tokenizers, items)
+            n_items, n_replaced[split], written[split] = _write(folder, split, tokenizers, items)
+            n_shared[split] = written[split].n_shared(written["train"]) if split != "train" else 0
             if not n_items:
                 first = f"; the first of what is left out: {faults[split].first}" if faults[split] else ""
                 raise ValueError(f"corpus={source.name!r}: its split {split!r} has no pairs{first}; add some")
     specs = [tokenizer.to_json() for tokenizer in tokenizers]
     left_out = {split: of_split.to_data() for split, of_split in faults.items()}
-    write_about(folder, {"tokenizers": specs, "faults": left_out, "n_replaced": n_replaced})
+    counts = {"n_replaced": n_replaced, "n_shared": n_shared}
+    write_about(folder, {"tokenizers": specs, "faults": left_out, **counts})
 
 
 def _merged(pairs: Iterable[Pair]) -> Iterable[tuple[str, list[str]]]:
@@ -145,12 +150,16 @@ def _merged(pairs: Iterable[Pair]) -> Iterable[tuple[str, list[str]]]:
 
 def _write(
     folder: Path, split: str, tokenizers: Tokenizers, items: Iterable[tuple[str, list[str]]]
-) -> tuple[int, list[int]]:
-    """Write a split and return its number of items, and of each side the number of units that its vocabulary lacks."""
+) -> tuple[int, list[int], ArrayWriter]:
+    """Write a split.
+
+    Returns:
+        Its number of items, the number of units that the vocabulary of each side lacks, and the array of sources.
+    """
     arrays = [
         (
             ArrayWriter(folder, f"{split}-{side}", token_type(tokenizer)),
-            ArrayWriter(folder, f"{split}-{side}-text", "u1"),
+            ArrayWriter(folder, f"{split}-{side}-text", "u1", compared=side == "source"),
         )
         for side, tokenizer in zip(_SIDES, tokenizers, strict=True)
     ]
@@ -167,4 +176,4 @@ def _write(
     for writer in chain(*arrays):
         writer.close()
     np.save(folder / f"{split}.first.npy", np.asarray(first))
-    return len(first) - 1, n_replaced
+    return len(first) - 1, n_replaced, arrays[0][1]

@@ -6,6 +6,8 @@ import sys
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+
 from lit_effattn.checks import positive
 from lit_effattn.datamodules.common.faults import Fault
 from lit_effattn.datamodules.common.files import read_text, walk
@@ -209,8 +211,10 @@ class ManifestCorpus(SpeechCorpus):
         """
         if self.lexicon is not None:
             self.lexicon.check()
-        for split in self.manifests:
-            self.utterances(split)
+        parts = {split: {(u.audio, u.start) for u in self.utterances(split)} for split in self.manifests}
+        for split in ("val", "test"):
+            if n := len(parts[split] & parts["train"]):
+                rank_zero_warn(f"{self.manifests[split]}: {n:,} recordings are in the training manifest, too")
         _ = self.folded  # raises if the folding is invalid
 
     def utterances(self, split: str) -> list[Utterance]:

@@ -262,6 +262,9 @@ class TextStream(DataModule):
         rank_zero_info(f"{self.source}: {', '.join(counts)}; vocabulary of {self.vocab_size:,} {self.tokens}")
         if replaced := self._store.replaced:
             rank_zero_warn(f"{self.source}: {replaced}")
+        shared = self._store.n_shared if self.source in ("files", "huggingface") else {}
+        for split, n in ((split, n) for split, n in shared.items() if n and split in SPLITS_OF[stage]):
+            rank_zero_warn(f"{self.source}: {n:,} documents of {split!r} are in the training text, too")
         if self.source == "files" and (
             faults := text_sources.unread(Path(self._options["root"]), self._options["glob"])
         ):

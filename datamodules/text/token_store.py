@@ -44,7 +44,7 @@ class ShardWriter(ArrayWriter):
     """Writes a shard. Its .json has the number of units that the vocabulary lacks, if any."""
 
     def __init__(self, folder: Path, number: int, tokenizer: Tokenizer) -> None:
-        super().__init__(folder, shard_name(number), token_type(tokenizer))
+        super().__init__(folder, shard_name(number), token_type(tokenizer), compared=True)
         self._tokenizer, self._replaced_before = tokenizer, tokenizer.n_replaced
 
     def close(self, **more: Any) -> int:
@@ -96,6 +96,9 @@ class TokenStore:
     Args:
         folder: The folder.
 
+    Attributes:
+        n_shared: Number of the longer texts of "val" and "test" that are in "train", too, where they were compared.
+
     Raises:
         FileNotFoundError: If it is not a token store.
         ValueError: If it is not finished, damaged, or of another version.
@@ -124,7 +127,7 @@ class TokenStore:
                 settings, self._sizes = about["settings"], [shard["n_rows"] for shard in about["shards"]]
                 self._shards = [{**shard, "dtype": dtype, "row": []} for shard in about["shards"]]
                 self._about = [settings.get("held_out"), settings.get("splits"), about["shards"]]
-                self._splits = settings.get("splits")
+                self._splits, self.n_shared = settings.get("splits"), dict(settings.get("n_shared", {}))
                 self._held_out = settings["held_out"] if self._splits is None else 1
                 if self._splits is not None and (
                     len(self._splits) != len(self._sizes) or sorted({*self._splits}) != sorted(SPLITS)

@@ -17,6 +17,8 @@ from lit_effattn.datamodules.text.tokenizers import ByteTokenizer, Tokenizer
 CACHE_FORMAT = 4
 """Version of the cached files. Increment it if the same texts give different files."""
 
+_LONG = 100  # tokens of a document: shorter ones recur
+
 _QUICK = 20_000_000  # less text, in bytes, shows no progress bar
 
 
@@ -53,16 +55,18 @@ def _make(
         with progress("Reading the vocabulary", sizes["train"] if sizes else None) as advance:
             pieces = (piece for document in source.splits["train"] for piece in decoded(document, kind, advance))
             tokenizer = kind.learn(pieces, vocab_size)
+    shards = []
     with progress("Tokenizing", sum(sizes.values()) if sizes else None) as advance:
         for number, split in enumerate(SPLITS):
-            shard = ShardWriter(folder, number, tokenizer)
+            shards.append(shard := ShardWriter(folder, number, tokenizer))
             for document in source.splits[split]:
                 shard.add(encoded(document, tokenizer, advance), document.title)
             if not shard.close():
                 raise ValueError(
                     f"source={source.name!r}: its split {split!r} holds no text, so there is nothing to score"
                 )
-    write_manifest(folder, tokenizer, {"splits": SPLITS}, len(SPLITS))
+    n_shared = {split: shard.n_shared(shards[0], _LONG) for split, shard in zip(SPLITS[1:], shards[1:], strict=True)}
+    write_manifest(folder, tokenizer, {"splits": SPLITS, "n_shared": n_shared}, len(SPLITS))
     write_about(folder, {})
 
 

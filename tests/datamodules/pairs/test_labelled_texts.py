@@ -149,8 +149,17 @@ def test_what_is_left_out_is_counted(tmp_path):
         file.write("no class\n\tgood\n")
     with pytest.warns(UserWarning, match="train: 2 are left out") as warned:
         data = ready(root=root)
-    assert "train.tsv:6: has 1 columns" in str(warned[0].message)
+    assert "train.tsv:6: has 1 columns" in str(warned[-1].message)
     assert sorted(items(data.train_dataloader(), data.classes)) == sorted(ITEMS)
+
+
+def test_texts_that_are_trained_and_scored_on_are_counted(tmp_path):
+    root = write(tmp_path / "x")
+    (tmp_path / "x" / "val.tsv").write_text("a\tgood\nna ja\tbad\n")
+    (tmp_path / "x" / "test.tsv").write_text("b\tgood\nc\tbad\n")
+    with pytest.warns(UserWarning, match="x: 1 texts of 'val' are in the training texts, too") as warned:
+        ready(root=root)
+    assert len(warned) == 1
 
 
 def test_classes_without_training_texts_are_named(tmp_path):

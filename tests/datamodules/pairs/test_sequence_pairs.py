@@ -229,6 +229,13 @@ def test_a_split_without_pairs_is_refused(tmp_path):
         ready(corpus="files", root=str(root))
 
 
+def test_sources_that_are_trained_and_scored_on_are_counted(tmp_path):
+    splits = {"train": [("a", "b"), ("c", "d")], "val": [("e", "b"), ("c", "x"), ("c", "y")], "test": [("f", "g")]}
+    with pytest.warns(UserWarning, match="files: 1 sources of 'val' are in the training pairs, too") as warned:
+        tsv(tmp_path, splits=splits)
+    assert len(warned) == 1
+
+
 # Sources
 
 

@@ -117,6 +117,14 @@ def test_a_manifest_in_another_encoding(tmp_path: Path):
             read_manifest(tmp_path / "x.jsonl")
 
 
+def test_recordings_that_are_trained_and_scored_on_are_counted(tmp_path: Path):
+    lines = {"train": [line(), line("b.wav")], "val": [line("c.wav"), line("b.wav")], "test": [line("b.wav", offset=2)]}
+    paths = [manifest(tmp_path / f"{s}.jsonl", *(x | {"phonemes": "a"} for x in of)) for s, of in lines.items()]
+    with pytest.warns(UserWarning, match=r"val\.jsonl: 1 recordings are in the training manifest, too") as warned:
+        ManifestCorpus(*paths).prepare()
+    assert len(warned) == 1
+
+
 def three(root: Path, *lines: dict[str, Any]) -> list[str]:
     """The same manifest in three folders."""
     return [manifest(root / split / "manifest.json", *lines) for split in ("train", "val", "test")]

@@ -379,6 +379,16 @@ def test_a_text_within_a_column_of_huggingface(tmp_path, monkeypatch):
         ready(**options, column="say.n")
 
 
+def test_documents_that_are_trained_and_scored_on_are_counted(tmp_path):
+    for split, first in {"train": 0, "val": 10, "test": 18}.items():
+        (tmp_path / "x" / split).mkdir(parents=True)
+        for i in range(first, first + 12):
+            (tmp_path / "x" / split / f"{i}.txt").write_text(f"{i} " * (99 if i % 4 else 9))  # every 4th is short
+    with pytest.warns(UserWarning, match="documents of .* are in the training text, too") as warned:
+        ready(source="files", root=str(tmp_path / "x"), segment_len=4, batch_size=1)
+    assert [str(w.message) for w in warned] == ["files: 2 documents of 'val' are in the training text, too"]
+
+
 def test_what_the_vocabulary_lacks_is_counted(tmp_path):
     for split, line in {"train": "ab ab ab ", "val": "ab xx ", "test": "yy yy ab "}.items():
         (tmp_path / split).mkdir()

@@ -66,8 +66,9 @@ class SequenceModule(HasInitArgs, nn.Module, ABC):
             x: (B, N, d_input).
             state: State that an earlier call returned for the positions before `x`; None: no earlier positions. It is
                 not changed, except inside `donated()`.
-            lengths: (B,) integers in 0 … N, the number of valid positions of each row. The rest, on the right, is
-                padding: it affects no output, gradient or state, and its own outputs are 0. None: all are valid.
+            lengths: (B,) int32 or int64 integers in 0 … N, the number of valid positions of each row. The rest, on the
+                right, is padding: it affects no output, gradient or state, and its own outputs are 0. None: all are
+                valid.
 
         Returns:
             y: (B, N, d_model), and the state after `x` (None for a module that is not causal).
@@ -172,14 +173,15 @@ def check_lengths(name: str, lengths: Tensor | None, x: Tensor) -> None:
     """Check that `lengths` are numbers of positions of `x` (B, N, …).
 
     Raises:
-        ValueError: If they have another shape, a floating-point type, or (checked on the CPU) values outside 0 … N.
+        ValueError: If they have another shape, another type than int32 and int64 (sums of positions overflow in fewer
+            bits), or (checked on the CPU) values outside 0 … N.
     """
     if lengths is None:
         return
-    if lengths.shape != x.shape[:1] or lengths.is_floating_point():
+    if lengths.shape != x.shape[:1] or lengths.dtype not in (torch.int32, torch.int64):
         raise ValueError(
-            f"{name}: lengths is {lengths.dtype} of shape {tuple(lengths.shape)}; expected integers of shape "
-            f"({x.size(0)},)"
+            f"{name}: lengths is {lengths.dtype} of shape {tuple(lengths.shape)}; expected int32 or int64 integers of "
+            f"shape ({x.size(0)},)"
         )
     if reads_values(lengths) and not 0 <= int(lengths.min()) <= int(lengths.max()) <= x.size(1):
         raise ValueError(f"{name}: lengths is {lengths.tolist()}; expected values from 0 to {x.size(1)}")

@@ -43,7 +43,7 @@ class Adapter:
     """Features of an input. Default: the module's `d_input`, `d_model`, `input_size`, `embed_dim` or `hidden_size`."""
 
     vocabulary: int | None = None
-    """Size of the vocabulary, if inputs are token numbers (B, N) in place of features (B, N, E)."""
+    """Size of the vocabulary, at least 3, if inputs are token numbers (B, N) in place of features (B, N, E)."""
 
     padding: Literal["right", "left"] | None = None
     """The side of the padding, if `call` takes `lengths`."""
@@ -245,9 +245,10 @@ def check_options(adapter: Adapter) -> None:
     Raises:
         ValueError: If one is invalid.
     """
-    for option in ("unit", "longest", "steps"):
-        if not getattr(adapter, option) >= 1:
-            raise ValueError(f"{adapter.name}: {option}={getattr(adapter, option)} must be at least 1")
+    for option, least in (("unit", 1), ("longest", 1), ("steps", 1), ("width", 1), ("vocabulary", 3)):
+        value = getattr(adapter, option)
+        if value is not None and not value >= least:
+            raise ValueError(f"{adapter.name}: {option}={value} must be at least {least}")
     if not adapter.spacings > 0:
         raise ValueError(f"{adapter.name}: spacings={adapter.spacings} must be positive")
     if adapter.padding not in ("right", "left", None):

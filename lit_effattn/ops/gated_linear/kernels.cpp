@@ -1,7 +1,7 @@
 // Linear attention with decay and the delta rule on the CPU, forward and backward.
 //
-// Letters are those at the top of pytorch.py and of `_backward_in_pytorch`. A thread computes a head of a row. Decays
-// within a chunk are products of those of single positions, so there is no difference of sums of logarithms.
+// Letters are those at the top of pytorch.py and of `_gradients` in triton_kernels.py. A thread computes a head of a row.
+// Decays within a chunk are products of those of single positions, so there is no difference of sums of logarithms.
 
 #include "../runtime/gemm_tiles.hpp"
 

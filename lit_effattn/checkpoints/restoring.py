@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.fabric.utilities.types import _Stateful
+from lightning.pytorch.callbacks import StochasticWeightAveraging
 from lightning.pytorch.trainer.connectors.checkpoint_connector import _CheckpointConnector
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
@@ -109,6 +110,8 @@ class CheckpointConnector(_CheckpointConnector):
         """Restore the states of the learning rate schedules."""
         with self._restoring("the learning rate schedule"):
             saved, configs = self._loaded_checkpoint["lr_schedulers"], self.trainer.lr_scheduler_configs
+            if not configs and any(isinstance(c, StochasticWeightAveraging) for c in self.trainer.callbacks):
+                return  # which restores its own schedule
             _check_number(saved, configs, "lr_schedulers")
             for i, (state, config) in enumerate(zip(saved, configs, strict=True)):
                 check_schedule(state, config.scheduler, f"lr_schedulers[{i}]")

@@ -15,6 +15,7 @@ import lightning.pytorch as pl
 import torch
 import yaml
 from jsonargparse import Namespace, set_dumper, set_loader, set_parsing_settings
+from jsonargparse.typing import register_type
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.callbacks import LearningRateMonitor
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
@@ -82,6 +83,8 @@ from lit_effattn.tasks import Task
 from lit_effattn.tasks.options import flags
 
 __all__ = ["CLI", "callbacks", "datamodules", "lit_effattn", "run"]
+
+register_type(torch.device, str, torch.device)  # else a configuration has a remark in place of a device
 
 _USAGE = "lit-effattn {} [--config NAME_OR_FILE] [--GROUP.OPTION VALUE ...]"
 _ABOUT = {

@@ -5,11 +5,17 @@ from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch.callbacks import StochasticWeightAveraging
 from torch import nn
 from torch.optim import lr_scheduler
+from torch.utils.data import DataLoader
 
+from lit_effattn import PixelModel, Transformer
+from lit_effattn.callbacks import LastCheckpoint
 from lit_effattn.checkpoints.folders import Parts
 from lit_effattn.checkpoints.restoring import check_counters, check_optimizer, check_schedule
+from lit_effattn.settings.trainer import Trainer
+from lit_effattn.tasks.schedules import WarmupCosine
 from tests.support.checkpoint_parts import divide
 
 OPTIMISERS = ("SGD", "Adam", "AdamW", "RAdam", "NAdam", "Adamax", "Adadelta", "Adagrad", "RMSprop", "Rprop", "ASGD")
@@ -112,3 +118,14 @@ def test_counters_are_whole_and_all_there():
             check_counters({"total": {"ready": value, "is_last": True}, "state": {}}, new)
     with pytest.raises(ValueError, match="total is None, not a mapping"):
         check_counters({}, new)
+
+
+def test_a_run_resumes_while_its_weights_are_averaged(tmp_path: Path):
+    """Lightning's callback replaces the schedule by its own, and restores that itself."""
+    quiet: Any = dict.fromkeys(("logger", "enable_progress_bar", "enable_model_summary"), False)
+    for epochs, path in ((2, None), (4, tmp_path / "checkpoints" / "last.ckpt")):
+        callbacks = [StochasticWeightAveraging(0.1, swa_epoch_start=1), LastCheckpoint()]
+        run = Trainer(default_root_dir=tmp_path, callbacks=callbacks, max_epochs=epochs, accelerator="cpu", **quiet)
+        model = PixelModel(Transformer(8, 2, 1), (2, 2, 1), 4, lr_scheduler=WarmupCosine)
+        run.fit(model, DataLoader(torch.randint(4, (4, 4)), batch_size=2), ckpt_path=path)
+        assert run.global_step == 2 * epochs

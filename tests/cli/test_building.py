@@ -72,11 +72,12 @@ def test_no_loader_is_built_before_training(monkeypatch: pytest.MonkeyPatch):
 
 
 def test_a_configuration_has_what_callbacks_were_given(monkeypatch: pytest.MonkeyPatch):
-    """Words of an enumeration, and functions that are named."""
+    """Words of an enumeration, functions that are named, and devices."""
     pruning = "{class_path: ModelPruning, init_args: {pruning_fn: l1_unstructured}}"
-    settings = built(monkeypatch, "--trainer.callbacks", f"[Timer, {pruning}]").settings()
-    timer, pruning = (callback["init_args"] for callback in settings["trainer"]["callbacks"])
-    assert (timer["interval"], pruning["pruning_fn"]) == ("step", "l1_unstructured")
+    averaging = "{class_path: StochasticWeightAveraging, init_args: {swa_lrs: 0.1}}"
+    settings = built(monkeypatch, "--trainer.callbacks", f"[Timer, {pruning}, {averaging}]").settings()
+    timer, pruning, averaging = (callback["init_args"] for callback in settings["trainer"]["callbacks"])
+    assert (timer["interval"], pruning["pruning_fn"], averaging["device"]) == ("step", "l1_unstructured", "cpu")
 
 
 def test_a_run_that_wrote_nothing_leaves_no_folder(monkeypatch: pytest.MonkeyPatch):

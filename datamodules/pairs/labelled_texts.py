@@ -179,6 +179,9 @@ class LabelledTexts(LengthBatched):
             raise ValueError(
                 f"{self.name}: {min(truth)!r} and {min(digits)!r} are both classes; write the truth value in one way"
             )
+        folded = Counter(map(str.casefold, classes))
+        if alike := [name for name in classes if folded[name.casefold()] > 1]:
+            rank_zero_warn(f"{self.name}: {', '.join(map(repr, alike[:_SHOWN]))} are different classes")
         if len(classes) < 2:
             raise ValueError(f"{self.name}: {classes[0]!r} is the only class; add texts of another class")
         if len(train) > 2 and len(set(train)) == len(train):

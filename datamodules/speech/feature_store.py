@@ -18,7 +18,7 @@ from lit_effattn.datamodules.speech.audio import AudioError, read_audio
 from lit_effattn.datamodules.speech.filterbanks import Filterbanks, moments
 from lit_effattn.datamodules.speech.utterances import Utterance
 
-FORMAT = 4
+FORMAT = 5
 """Version of the file format. Increment it if the same recordings give different files."""
 
 _QUICK = 500  # fewer utterances show no progress bar
@@ -47,7 +47,8 @@ class FeatureReader(NamedTuple):
             change: Changes the samples (n,), given the sampling rate in Hz. Default: they are not changed.
 
         Raises:
-            AudioError: As in `read_audio`, or if the utterance is shorter than `min_seconds` or a frame.
+            AudioError: As in `read_audio`, or if the utterance is shorter than `min_seconds` or a frame, or has phones
+                and is silent.
         """
         samples = read_audio(
             utterance.audio,
@@ -61,6 +62,8 @@ class FeatureReader(NamedTuple):
         if seconds < self.min_seconds or not self.filterbanks.n_frames(len(samples)):
             minimum = f"min_seconds={self.min_seconds:g} or a frame of {self.filterbanks.frame_ms:g} ms"
             raise AudioError.of(utterance.audio, "too short", f"{seconds:.3f} s are less than {minimum}; leave it out")
+        if utterance.phones and not samples.any():
+            raise AudioError.of(utterance.audio, "silent", "all its samples are 0, but it has phones; get it again")
         return self.filterbanks(samples if change is None else change(samples, self.filterbanks.sample_rate))
 
 

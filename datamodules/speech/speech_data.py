@@ -44,11 +44,11 @@ class SpeechData(DataModule):
 
     All recordings are read once before their first run, and again if a file or a setting has changed. Unusable
     utterances are left out, and a warning counts them by reason and names the first few. A file is unusable if it is
-    missing, empty or unreadable, has several channels, is too long or too short, or has a lower sampling rate. An
-    utterance is unusable if its phones are unknown or not in the inventory. Training also leaves out an utterance that
-    is too short for its phones, since CTC needs ⌈T / factor⌉ ≥ phones + pairs of equal neighbours, with
-    the subsampling factor of the trainer's model. Validation and test keep it, since its error rate is defined. All
-    other utterances that they leave out are not scored.
+    missing, empty or unreadable, has several channels, is too long or too short, has a lower sampling rate, or has
+    phones, but only samples of 0. An utterance is unusable if its phones are unknown or not in the inventory. Training
+    also leaves out an utterance that is too short for its phones, since CTC needs ⌈T / factor⌉ ≥ phones + pairs of
+    equal neighbours, with the subsampling factor of the trainer's model. Validation and test keep it, since its error
+    rate is defined. All other utterances that they leave out are not scored.
 
     Args:
         corpus: The utterances and the inventory of phones. Default: EspeakCorpus, which needs no download.

@@ -62,9 +62,7 @@ def _make(
             for document in source.splits[split]:
                 shard.add(encoded(document, tokenizer, advance), document.title)
             if not shard.close():
-                raise ValueError(
-                    f"source={source.name!r}: its split {split!r} holds no text, so there is nothing to score"
-                )
+                raise ValueError(f"source={source.name!r}: its split {split!r} has no text; add some")
     n_shared = {split: shard.n_shared(shards[0], _LONG) for split, shard in zip(SPLITS[1:], shards[1:], strict=True)}
     write_manifest(folder, tokenizer, {"splits": SPLITS, "n_shared": n_shared}, len(SPLITS))
     write_about(folder, {})

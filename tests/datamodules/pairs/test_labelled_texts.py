@@ -114,10 +114,13 @@ def test_a_class_is_written_in_one_way(tmp_path):
             data = ready(root=write(tmp_path / "x", lines=lines))
         assert len([w for w in warned if "header row" in str(w.message)]) == 2  # train and val
         assert data.classes == ("gro\u00df\u00e4", "klein")
+        assert not any("different classes" in str(w.message) for w in warned)
         assert len(items(data.train_dataloader(), data.classes)) == 12
     root = write(tmp_path / "y", suffix="jsonl", lines=['{"text": "a", "label": true}', '{"text": "b", "label": 1}'])
     with pytest.raises(ValueError, match="'true' and '1' are both classes"):
         ready(root=root)
+    with pytest.warns(UserWarning, match="'Good', 'good' are different classes"):
+        ready(root=write(tmp_path / "w", lines=["c\tbad", "d\tbad", "a\tGood", "b\tgood"]))
     data = ready(root=write(tmp_path / "z", lines=["a\tx", "b\ty", "c\ty"]))  # too few to know a header
     assert data.classes == ("x", "y")
 

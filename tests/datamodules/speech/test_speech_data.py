@@ -177,16 +177,17 @@ def test_what_cannot_be_used_is_left_out_and_named(make, corpus):
     frames = len(filterbanks(utterances[8]))
     utterances[8] = utterances[8]._replace(phones=("aa", "b") * (frames // 2) + ("k", "k"))
     soundfile.write(utterances[9].audio, np.full(4000, 1e38), RATE, subtype="FLOAT")
+    soundfile.write(utterances[10].audio, np.zeros(RATE), RATE)
     with pytest.warns(UserWarning, match="are left out") as record:
         data = make("fit", max_seconds=1.5, normalize="corpus")
     rows = rows_of(data.train_dataloader())
-    assert {u.id for u in utterances[10:]} == set(rows)
+    assert {u.id for u in utterances[11:]} == set(rows)
     assert all(features.abs().max() < 10 for features, _ in rows.values())  # by statistics of what is used
     reasons = ["missing", "empty", "several channels", "unknown phone", "unreadable", "too long", "low sampling rate"]
-    reasons += ["without phones", "shorter than its phones", "wrong scale"]
+    reasons += ["without phones", "shorter than its phones", "wrong scale", "silent"]
     assert [fault.reason for fault in data.left_out["train"]] == reasons
     (text,) = [str(w.message) for w in record]
-    assert "train: 10 of 12 utterances are left out:" in text
+    assert "train: 11 of 12 utterances are left out:" in text
     assert all(f"1 {reason}:" in text for reason in reasons)
     assert "'zz'" in text
 

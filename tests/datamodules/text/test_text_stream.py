@@ -303,7 +303,7 @@ def test_too_little_text_is_named(tmp_path):
         ready(source="files", root=str(tmp_path))
     for name in ("a", "c"):
         (tmp_path / f"{name}.txt").write_text("  ")
-    with pytest.raises(ValueError, match=r"source='files': its split '\w+' holds no text"):
+    with pytest.raises(ValueError, match=r"source='files': its split '\w+' has no text"):
         ready(source="files", root=str(tmp_path), tokens="words")
 
 

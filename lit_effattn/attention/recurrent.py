@@ -365,7 +365,7 @@ class GatedNorm(nn.Module):
         activation: a.
 
     Raises:
-        ValueError: If `eps` is not positive.
+        ValueError: If `eps` is not positive, or D is 1 and the mean is subtracted.
     """
 
     def __init__(
@@ -380,6 +380,7 @@ class GatedNorm(nn.Module):
     ) -> None:
         super().__init__()
         positive(norm_eps=eps)
+        at_least(2 if centred else 1, head_dim=shape[-1])  # one number less its mean is 0
         self.width, self.eps, self.centred, self.gate_first = shape[-1], eps, centred, gate_first
         self.activation = activation
         self.gain = nn.Parameter(torch.ones(shape)) if gain else None

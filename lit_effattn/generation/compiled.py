@@ -130,8 +130,9 @@ def apart(state: State) -> State:
     return map_tensors(own, state)
 
 
-def refusal(backbone: SequenceModule, reason: str) -> ValueError:
-    """Return the error of a step that can't be compiled."""
+def refusal(backbone: SequenceModule, error: Exception) -> ValueError:
+    """Return the error of a step that can't be compiled, because of `error`: one line, without its context."""
+    reason = " ".join(f"{type(error).__name__}: {error}".split("\n\n")[0].split())
     kinds = ", ".join(sorted({type(m).__name__ for m in backbone.modules() if isinstance(m, Attention)}))
     return ValueError(
         f"compile=True: a step of {type(backbone).__name__} ({kinds}) can't be compiled; leave compile out. {reason}"
@@ -193,10 +194,10 @@ def program(step: Step, tokens: Tensor, state: Sequence[Tensor]) -> Program:
             _compile(exported, path)
         return Program(_loaded(path, exported), _shapes(exported))
     except Exception as error:  # of any kind, from torch.export, inductor, the C++ compiler or the loader
-        reason = f"{type(error).__name__}: {error}"
+        refused = refusal(step.backbone, error)
     finally:
         gc.collect()  # see `interchange.export`: else configurations can't name the modules' classes by short names
-    raise refusal(step.backbone, reason)
+    raise refused
 
 
 def _key(exported: torch.export.ExportedProgram) -> str:

@@ -444,7 +444,7 @@ class _Advance:
                     self._run()
                     self._replay = self._run
         except (TorchDynamoException, FailOnRecompileLimitHit) as error:
-            raise refusal(model.backbone, f"{type(error).__name__}: {error}") from error
+            raise refusal(model.backbone, error) from error
 
     def _run(self) -> None:
         with donated():

@@ -150,7 +150,11 @@ BAD_OPTIONS = {
     GatedDeltaNetAttention: [({"n_qk_heads": 2}, "n_qk_heads=2"), ({"beta_max": 3.0}, "beta_max=3.0")],
     KimiDeltaAttention: [({"conv_size": 0}, "conv_size=0")],
     RetentionAttention: [({"qk_dim": 1}, "width=1", "at least 2"), ({"norm_eps": -1.0}, "norm_eps=-1.0")],
-    GatedLinearAttention: [({"tau": 0.0}, "tau=0.0"), ({"gate_rank": 0}, "gate_rank=0")],
+    GatedLinearAttention: [
+        ({"tau": 0.0}, "tau=0.0"),
+        ({"gate_rank": 0}, "gate_rank=0"),
+        ({"n_heads": E}, "head_dim=1 must be at least 2"),
+    ],
     Mamba2Attention: [({"n_qk_heads": 2}, "n_qk_heads=2", "n_heads=3"), ({"qk_dim": 0}, "qk_dim=0")],
     SoftmaxCrossAttention: [({"n_heads": 5}, "n_heads=5", "d_model=12"), ({"dropout": 1.0}, "dropout=1.0")],
     LinearCrossAttention: [({"d_qk": 7}, "d_qk=7", "n_heads=3")],

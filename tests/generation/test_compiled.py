@@ -139,7 +139,7 @@ def test_a_step_that_reads_values_is_refused(interpreted: list[Path]):
             return super().attend(q, k, v, state, lengths)
 
     made, prompt = around(stack(Looking)), torch.zeros(1, 1, dtype=torch.long)
-    with pytest.raises(ValueError, match=r"a step of Transformer \(Looking\) can't be compiled; leave compile out"):
+    with pytest.raises(ValueError, match=r"a step of Transformer \(Looking\) can't be compiled; leave[^\n]*$"):
         generate(*made, prompt, 1, compile=True)
     assert not Transformer.__subclasses__()  # the tracer's, which have the same name
 

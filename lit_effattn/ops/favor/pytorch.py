@@ -29,9 +29,6 @@ from lit_effattn.sequence import valid_positions
 
 Norms = Literal["gaussian", "sqrt_d"]
 
-WHAT = "Performer"
-"""Name of the operation in messages."""
-
 _WIDEST_IN_FULL = 64  # columns in float32 on CUDA: registers and shared memory hold no more
 
 # ---------------------------------------------------------------------------------------------- the random directions
@@ -272,7 +269,7 @@ def positive_favor(
         obstacle = (
             f"heads of width {width} in torch.float32 are wider than {_WIDEST_IN_FULL}; choose more heads, or bfloat16"
         )
-    form = choose_form(form, WHAT, "favor", q, k, v, omega, s, z, m, width=width, obstacle=obstacle)
+    form = choose_form(form, "Performer", "favor", q, k, v, omega, s, z, m, width=width, obstacle=obstacle)
     if form in ("cpp", "triton"):
         out, s, z, m, *_ = _OPERATOR.forward(q, k, v, omega, s, z, m, lengths, scale, form)
         return out, s, z, m

@@ -45,9 +45,6 @@ from lit_effattn.ops.runtime.operators import (
 )
 from lit_effattn.sequence import valid_positions
 
-WHAT = "linear attention with decay or the delta rule"
-"""Name of the operation in messages."""
-
 
 def gated_linear_attention(
     q: Tensor,
@@ -94,7 +91,8 @@ def gated_linear_attention(
         form = "fla" if fla.use(q.device, q.dtype, q.size(-1), gated=is_gated) else None
     if form == "fla":
         return fla.gated_linear_attention(q, k, v, state, log_decay=log_decay, beta=beta, lengths=lengths)
-    form = choose_form(form, WHAT, "gated_linear", q, k, v, state, width=q.size(-1))
+    what = "linear attention with decay or the delta rule"
+    form = choose_form(form, what, "gated_linear", q, k, v, state, width=q.size(-1))
     arguments = (q, k, v, state, _by_position(log_decay, q), beta, lengths, chunk_size)
     return _forward_in_pytorch(*arguments) if form == "plain" else _OPERATOR.forward(*arguments, form)
 

@@ -27,9 +27,6 @@ from lit_effattn.ops.runtime.operators import (
 )
 from lit_effattn.sequence import heads_without_padding
 
-WHAT = "linear attention"
-"""Name of the operation in messages."""
-
 _DROPPED = 1e-7
 """Optimisers of exported programs may drop an addition of less, so 0 / 0 has to be excluded in another way too."""
 
@@ -108,7 +105,7 @@ def causal_linear_attention(
     _check(q, k, v, s, z, lengths)
     if form is None and not elu and default_form(q.device) == "triton":
         form = "plain"
-    form = choose_form(form, WHAT, "linear", q, k, v, s, z, width=max(q.size(-1), v.size(-1)))
+    form = choose_form(form, "linear attention", "linear", q, k, v, s, z, width=max(q.size(-1), v.size(-1)))
     if form in ("cpp", "triton"):
         return _OPERATOR.forward(q, k, v, s, z, lengths, elu, eps, form)
     q, k, values = q.to(s.dtype), k.to(s.dtype), v.to(s.dtype)

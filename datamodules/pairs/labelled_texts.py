@@ -9,6 +9,7 @@ from unicodedata import normalize
 import numpy as np
 import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
+from torch import Tensor
 
 from lit_effattn.checks import at_least
 from lit_effattn.datamodules.common.faults import Fault, Faults
@@ -129,6 +130,11 @@ class LabelledTexts(LengthBatched):
     def shape(self) -> tuple[int, ...]:
         """The length of the longest sequence, `max_len`."""
         return (self.max_len,)
+
+    def decode(self, tokens: Tensor) -> str:
+        """Return the text of tokens (N,)."""
+        ids = tokens.tolist()
+        return bytes(ids).decode(errors="replace") if self._tokenizer is None else self._tokenizer.decode(ids)
 
     @cached_property
     def _corpus(self) -> tuple[tuple[str, ...], dict[str, _Split]]:

@@ -14,7 +14,7 @@ from typing import Any
 from lit_effattn import sequence
 from lit_effattn.callbacks.cost_log import DEVICE_MEMORY, PROCESS_MEMORY, SECONDS
 from lit_effattn.checkpoints.io import read_outline, saved_model
-from lit_effattn.checkpoints.own_runs import own_config
+from lit_effattn.checkpoints.own_runs import config_file, own_config
 from lit_effattn.checkpoints.plain_yaml import parse_yaml
 from lit_effattn.checkpoints.runs import LAST, PREVIOUS, check_contained, is_checkpoint, small_text
 from lit_effattn.datamodules.common.files import regular
@@ -109,15 +109,14 @@ def read_run(path: Path, *, length: int | None = None, trust: Sequence[str] = ()
 
 
 def read_config(path: Path) -> dict[str, Any]:
-    """Return the configuration of the run in the folder `path`, or of the model in a checkpoint's file, as data.
+    """Return the newest configuration of the run in the folder `path`, or of the model in a checkpoint, as data.
 
     Raises:
         ValueError: If `path` is not the folder of a run, or its configuration can't be read.
     """
     if path.is_file():
         return own_config(path) or {"model": saved_model(read_outline(path))}
-    file = path / "config.yaml"
-    if not file.exists():
+    if (file := config_file(path)) is None:
         runs = sorted(config.parent for config in path.glob("*/config.yaml"))
         hint = f"; it holds runs, such as {runs[-1]}" if runs else ""
         raise ValueError(f"{path} is not the folder of a run: it has no config.yaml{hint}")

@@ -190,10 +190,8 @@ def records(path: Path) -> list[dict[str, str]]:
 
     Lists are joined by spaces. An object is represented by its first value.
     """
-    return [
-        {name: _plain(value) for name, value in json.loads(line).items()}
-        for line in islice(path.read_text(encoding="utf-8").splitlines(), 50)
-    ]
+    with path.open(encoding="utf-8") as file:  # `splitlines` would also divide a line at U+2028, which JSON may hold
+        return [{name: _plain(value) for name, value in json.loads(line).items()} for line in islice(file, 50)]
 
 
 def _plain(value: Any) -> str:

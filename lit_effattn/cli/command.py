@@ -460,7 +460,7 @@ class CLI(LightningCLI):
             self._load_weights("--init_weights", config.init_weights)
         if config.transfer_from is not None:
             path = config.transfer_from
-            teacher = Task.load_from_checkpoint(path, map_location="cpu", trust=config.trust or ())
+            teacher = Task.load_from_checkpoint(path, map_location="cpu", trust=self.arguments.trust.names)
             if not resumes:
                 self._load_weights("--transfer_from", path)
             warnings.filterwarnings("ignore", ".*in eval mode at the start of training.*")  # dropout is off

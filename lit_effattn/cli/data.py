@@ -14,7 +14,7 @@ from torch import Tensor
 from lit_effattn.checkpoints.printable import printable
 from lit_effattn.checkpoints.runs import named_or_new, short
 from lit_effattn.cli.parser import Parser
-from lit_effattn.datamodules import IGNORE, PairBatch, SpeechBatch, TokenBatch
+from lit_effattn.datamodules import IGNORE, LabelledBatch, PairBatch, SpeechBatch, TokenBatch
 from lit_effattn.datamodules.common.files import walk
 from lit_effattn.datamodules.text.tokenizers import Tokenizer
 from lit_effattn.drawing import images as pictures
@@ -102,10 +102,23 @@ def _samples(data: Any, batch: Any, output: Path | None) -> Iterator[str]:
         for row in batch.targets[:N_SAMPLES]:
             ids = row[row != IGNORE].tolist()
             yield _quoted(tokenizer.decode(ids)) if tokenizer is not None else " ".join(map(str, ids))[:_SHOWN]
-    elif isinstance(batch, Tensor) and hasattr(data, "to_images"):
+    elif isinstance(batch, Tensor | LabelledBatch) and hasattr(data, "to_images"):
+        levels, labels = (batch.x, batch.labels) if isinstance(batch, LabelledBatch) else (batch, None)
         folder = named_or_new(output, Path(ROOT), "data")
-        path = pictures.save_png(pictures.grid(data.to_images(batch[:N_IMAGES])), folder / "images.png")
-        yield f"{min(len(batch), N_IMAGES)} images: {short(path)}"
+        path = pictures.save_png(pictures.grid(data.to_images(levels[:N_IMAGES])), folder / "images.png")
+        names = "" if labels is None else f" of {', '.join(data.classes[i] for i in labels[:N_IMAGES].tolist())}"
+        yield f"{min(len(levels), N_IMAGES)} images{names}: {short(path)}"
+    elif isinstance(batch, LabelledBatch) and batch.labels is not None and hasattr(data, "decode"):
+        for tokens, label in zip(_sequences(batch), batch.labels[:N_SAMPLES].tolist(), strict=False):
+            yield f"{_quoted(data.decode(tokens))} -> {_quoted(data.classes[label])}"
+
+
+def _sequences(batch: LabelledBatch) -> Iterator[Tensor]:
+    """Yield the sequences of a batch, of which a row may hold several."""
+    for i, row in enumerate(batch.x):
+        valid = row if batch.lengths is None else row[: batch.lengths[i]]
+        starts = [] if batch.starts is None else batch.starts[i].nonzero()[1:, 0].tolist()
+        yield from valid.tensor_split(starts)
 
 
 def _quoted(text: str) -> str:

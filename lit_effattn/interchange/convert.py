@@ -17,6 +17,7 @@ from lit_effattn.attention import SoftmaxAttention
 from lit_effattn.attention.positions import n_positions
 from lit_effattn.checkpoints.files import whole, write
 from lit_effattn.checkpoints.io import read_checkpoint
+from lit_effattn.checkpoints.loading import load_model
 from lit_effattn.checkpoints.model_size import model_of
 from lit_effattn.checkpoints.runs import is_checkpoint, short
 from lit_effattn.checkpoints.shipped import model_path
@@ -171,28 +172,29 @@ def _settings(model: LanguageModel, checkpoint: Path) -> dict[str, Any]:
 
 
 def _to_folder(source: Path, target: Path, trust: Sequence[str]) -> str:
-    model = LanguageModel.load_from_checkpoint(source, map_location="cpu", trust=trust)
+    content = read_checkpoint(source)
+    types = {name: t.dtype for name, t in content["state_dict"].items()}  # the model's may differ
+    model = load_model(LanguageModel, source, map_location="cpu", trust=trust, content=content)
     family = next((family for family in FAMILIES if family.fits(model)), None)
     if family is None:
         raise ValueError(
             f"{short(source)} can't be converted, as its model is of no family of transformers: {_DESCRIPTION}"
         )
-    content = _config(model, family)
+    config = _config(model, family)
     state = model.state_dict()
-    types = {name: t.dtype for name, t in read_checkpoint(source)["state_dict"].items()}  # the model's may differ
     tensors = {}
     for name, parts, transposed in family.entries(model):
         tensor = torch.cat([state[part].to(types.get(part)) for part in parts])
         tensors[name] = tensor.T if transposed else tensor
     dtype = reduce(torch.promote_types, (tensor.dtype for tensor in tensors.values()))
     tokenizer = None if model.tokenizer is None else model.text
-    content |= {"dtype": str(dtype).removeprefix("torch."), **special_tokens(tokenizer)}
+    config |= {"dtype": str(dtype).removeprefix("torch."), **special_tokens(tokenizer)}
     with whole(target) as folder:
         folder.mkdir()
         write_tensors(tensors, folder)
-        write_json(folder / "config.json", content)
+        write_json(folder / "config.json", config)
         remark = write_tokenizer(tokenizer, folder)
-    return f"{target}: {content['model_type']}, {content['dtype']}{remark}"
+    return f"{target}: {config['model_type']}, {config['dtype']}{remark}"
 
 
 _DESCRIPTION = (

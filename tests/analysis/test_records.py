@@ -42,6 +42,13 @@ def test_a_resumed_run_replaces_steps_and_goes_on_in_time(tmp_path):
     assert run.final["test/loss"] == 7
 
 
+def test_the_newest_configuration_of_a_resumed_run_counts(tmp_path):
+    run = a_run(tmp_path / "a", {}, trainer={"max_steps": 2})
+    for number, n_steps in ((2, 4), (10, 8)):
+        (run / f"config_resumed_{number}.yaml").write_text(yaml.safe_dump({"trainer": {"max_steps": n_steps}}))
+    assert read_run(run).settings == {"trainer.max_steps": 8}
+
+
 def test_settings_are_flat_and_only_differences_are_told(tmp_path):
     def config(kind: str, **more):
         return {"model": {"class_path": "a.b.Model", "init_args": {"attention": kind, **more}}, "n": [1, 2]}

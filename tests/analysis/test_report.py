@@ -23,7 +23,7 @@ from lit_effattn.analysis.attention_pictures import attention_pictures, png
 from lit_effattn.analysis.charts import charts
 from lit_effattn.analysis.records import RunRecord
 from lit_effattn.analysis.report import find_run, output_figures
-from lit_effattn.analysis.report_samples import filled_rows, first_sequence, rows, token_bits, write_samples
+from lit_effattn.analysis.report_samples import filled_rows, first_sequence, records, rows, token_bits, write_samples
 from lit_effattn.attention import (
     CompressiveAttention,
     InfiniteAttention,
@@ -42,6 +42,7 @@ from lit_effattn.nn.encoder_decoder import EncoderDecoder
 from lit_effattn.settings.defaults import split
 from lit_effattn.tasks import LanguageModel, PixelModel
 from lit_effattn.tasks.options import ImageOptions, TextOptions
+from lit_effattn.tasks.predictions import write_lines
 from tests.analysis.test_sweep import CONFIG as SWEEP
 from tests.support.commands import fails, spec
 
@@ -297,11 +298,13 @@ def test_rows_of_a_stream_that_is_empty_or_has_ended_are_not_shown(carried: bool
     """A short text has fewer segments than the batch has streams: its first row is empty."""
     model = LanguageModel(Transformer(8, 2, 1, attention=LinearAttention), 5).eval()
     tokens = torch.arange(8).view(2, 4) % 5
-    segments = [TokenBatch(tokens, tokens, torch.tensor(lengths)) for lengths in ([0, 3], [0, 0])]
+    targets = [torch.tensor([[IGNORE] * 4, last]) for last in ([4, 0, 1, IGNORE], [IGNORE] * 4)]
+    lengths = [torch.tensor(n) for n in ([0, 3], [0, 0])]
+    segments = [TokenBatch(tokens, *of_segment) for of_segment in zip(targets, lengths, strict=True)]
     assert filled_rows(segments[0], 8) == [1]
     sequence = first_sequence(model, loader(*segments), 4, carried=carried)
     assert sequence.batch.inputs.tolist() == [[4, 0, 1]]
-    assert len(token_bits(model, sequence)) == 4
+    assert len(token_bits(model, sequence)) == 3
     with pytest.raises(ValueError, match="the first test batch has no positions"):
         first_sequence(model, loader(segments[1]), 4, carried=carried)
 
@@ -372,6 +375,11 @@ def test_curves_are_drawn_to_scale():
     assert x == pytest.approx((x1 + x2) / 2, abs=0.1)
     assert y == pytest.approx((y1 + y2) / 2, abs=0.1)
     assert y1 < y2  # upwards
+
+
+def test_a_line_of_predictions_may_hold_the_line_ends_of_unicode(tmp_path: Path):
+    path = write_lines(tmp_path / "x.jsonl", [{"text": "a\u2028b\x85\nc"}, {"text": ["d", {"e": 1}]}])
+    assert records(path) == [{"text": "a\u2028b\x85\nc"}, {"text": "d 1"}]
 
 
 # ------------------------------------------------------------------------------------------------------------ browser

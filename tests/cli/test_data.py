@@ -1,6 +1,7 @@
 """`lit-effattn data`."""
 
 import inspect
+import re
 import warnings
 from pathlib import Path
 from types import SimpleNamespace
@@ -50,6 +51,19 @@ def test_text_and_pairs(capsys: pytest.CaptureFixture[str]):
     assert len(further) == 2
     number = first.split('"')[1].removeprefix("good ")
     assert first == f'"good {number}" -> "gut {number}"'
+
+
+def test_classes(capsys: pytest.CaptureFixture[str]):
+    """Of images and texts; a row of packed texts holds several."""
+    main(["data", "--data", "LabelledImages", "--data.batch_size", "2", "--output", "there"])
+    assert re.search(r"2 images of \d, \d: there/images\.png", capsys.readouterr().out)
+    texts = {f"{word} {i}": f"of {word}" for i in range(30) for word in ("naïve", "good")}
+    Path("texts.tsv").write_text("".join(f"{text}\t{name}\n" for text, name in texts.items()))
+    for packed in ("true", "false"):
+        main(["data", "--data", "LabelledTexts", "--data.root", "texts.tsv", "--data.packed", packed])
+        shown = re.findall('"(.*)" -> "(.*)"', capsys.readouterr().out)
+        assert len(shown) == 3
+        assert all(texts[text] == name for text, name in shown)
 
 
 def test_preparing_a_large_text(capsys: pytest.CaptureFixture[str]):

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from lit_effattn import LanguageModel
-from lit_effattn.attention import WindowedLinearAttention
+from lit_effattn.attention import SoftmaxAttention, WindowedLinearAttention
 from lit_effattn.cli import main
 from tests.support.commands import assert_same_end, fails, same, spec, weights
 
@@ -89,10 +89,17 @@ def test_what_does_not_fit_together_is_refused(capsys: pytest.CaptureFixture[str
     narrow = ("--model.backbone.d_ff", "8", "--transfer_from", teacher)
     assert f"--transfer_from {teacher}: the checkpoint holds another model" in fails(capsys, *tiny, *WINDOWED, *narrow)
     assert "is not of an attention transfer" in fails(capsys, "fit", "--ckpt_path", teacher, "--transfer_from", teacher)
-    # The teacher is a checkpoint like any other: it can't name a class that is not listed.
-    content = torch.load(teacher, weights_only=True)
-    attention = spec("subprocess.Popen", args="false")
-    content["hyper_parameters"]["backbone"]["init_args"]["attention"] = attention
+
+
+class Own(SoftmaxAttention):
+    pass
+
+
+def test_a_teacher_can_name_only_a_class_that_is_listed_or_trusted(capsys: pytest.CaptureFixture[str]):
+    content = torch.load(fit("teacher"), weights_only=True)
+    name = f"{__name__}.{Own.__name__}"
+    content["hyper_parameters"]["backbone"]["init_args"]["attention"] = spec(name, window=8)
     torch.save(content, "other.ckpt")
-    output = fails(capsys, *tiny, *WINDOWED, "--transfer_from", "other.ckpt")
-    assert "other.ckpt names 'subprocess.Popen" in output
+    command = ("fit", "--config", "tiny.yaml", *WINDOWED, "--transfer_from", "other.ckpt")
+    assert f"other.ckpt names '{name}'" in fails(capsys, *command)
+    main([*command, "--trust", name])

@@ -95,6 +95,11 @@ def check_integers(values: Tensor, name: str, first: int, last: int, option: str
             )
 
 
+def check_tokens(tokens: Tensor, size: int, option: str = "vocab_size", name: str = "token") -> None:
+    """Check that tokens are below `size`, the value of `option`: see `check_integers`."""
+    check_integers(tokens, name, 0, size - 1, f"{option}={size}")
+
+
 def check_targets(targets: Tensor, lengths: Tensor | None, size: int, option: str = "vocab_size") -> None:
     """Check that the targets (B, N) of a batch are below `size`, or `IGNORE`, as those of the padding must be.
 
@@ -110,7 +115,7 @@ def check_targets(targets: Tensor, lengths: Tensor | None, size: int, option: st
     if not reads_values(targets):
         return
     scored = targets != IGNORE
-    check_integers(targets.masked_fill(~scored, 0), "target", 0, size - 1, f"{option}={size}")
+    check_tokens(targets.masked_fill(~scored, 0), size, option, "target")
     if lengths is not None and (scored & ~valid_positions(lengths, targets.size(1))).any():
         raise ValueError(f"the batch scores a target beyond its `lengths`; set the targets of the padding to {IGNORE}")
 
@@ -319,11 +324,6 @@ class Task(HasInitArgs, pl.LightningModule):
                     "--model.lr_scheduler.total_steps when a run begins"
                 )
 
-    @property
-    def epoch_is_whole(self) -> bool:
-        """Whether the epoch's last batch was trained on. A limit may end an epoch earlier."""
-        return epoch_is_whole(self.trainer)
-
     def _was_validated_in_epoch(self) -> bool:
         """Return whether a validation was due in the epoch that ends. Validations by the clock count as due."""
         trainer, batches = self.trainer, self.trainer.fit_loop.epoch_loop.batch_progress
@@ -342,7 +342,7 @@ class Task(HasInitArgs, pl.LightningModule):
         Raises:
             ValueError: If the metric was not logged.
         """
-        for config in self.trainer.lr_scheduler_configs if self.epoch_is_whole else ():
+        for config in self.trainer.lr_scheduler_configs if epoch_is_whole(self.trainer) else ():
             if not config.reduce_on_plateau:
                 continue
             if str(config.monitor).startswith("val/") and not self._was_validated_in_epoch():

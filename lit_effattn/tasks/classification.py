@@ -22,7 +22,7 @@ from lit_effattn.sequence import (
     valid_positions,
     without_padding,
 )
-from lit_effattn.tasks.base import Objective, Task, check_integers
+from lit_effattn.tasks.base import Objective, Task, check_integers, check_tokens
 from lit_effattn.tasks.metrics import Accuracy, Count, Mean, for_stages
 from lit_effattn.tasks.pixels import ordinal_waves
 from lit_effattn.tasks.predictions import write_classes
@@ -243,7 +243,7 @@ class SequenceClassifier(Task):
                 raise ValueError(f"lengths is {lengths.tolist()}; leave out sequences without a position")
         if self.vocab_size is not None and reads_values(x):
             valid = x if lengths is None else x[valid_positions(lengths, x.size(1))]
-            check_integers(valid, "token", 0, self.vocab_size - 1, f"vocab_size={self.vocab_size}")
+            check_tokens(valid, self.vocab_size)
 
 
 def _check_row_integers(name: str, values: Tensor, x: Tensor) -> None:

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from lit_effattn.checkpoints.files import DamagedError, whole
 from lit_effattn.checkpoints.runs import short
+from lit_effattn.datamodules.common.json_data import parse_json
 from lit_effattn.generation import Kept
 from lit_effattn.sequence import SequenceModule, State, map_tensors, nbytes
 
@@ -148,8 +149,8 @@ def _about(path: Path) -> dict[str, Any] | None:
 
     try:
         with safe_open(path, "pt") as file:
-            about = json.loads((file.metadata() or {}).get(_METADATA, "null"))
-    except (SafetensorError, RecursionError, ValueError):
+            about = parse_json((file.metadata() or {}).get(_METADATA, "null"))
+    except (SafetensorError, ValueError):
         return None
     return about if isinstance(about, dict) else None
 

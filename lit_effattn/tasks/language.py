@@ -22,7 +22,7 @@ from lit_effattn.nn.packing import first_positions, packed
 from lit_effattn.nn.sliding import SlidingWindow
 from lit_effattn.sequence import SequenceModule, State, valid_lengths
 from lit_effattn.tasks.auxiliary import FurtherPredictions, mean_of_scored
-from lit_effattn.tasks.base import Objective, Task, check_backbone, check_fields, check_integers, check_targets
+from lit_effattn.tasks.base import Objective, Task, check_backbone, check_fields, check_targets, check_tokens
 from lit_effattn.tasks.metrics import Accuracy, BitsPerDim, BitsPerTextByte, Count, Perplexity, for_stages
 from lit_effattn.tasks.options import TextOptions
 from lit_effattn.tasks.predictions import of_positions, write_documents, write_items, write_responses
@@ -367,7 +367,7 @@ class LanguageModel(Task):
         """
         if self._responses.metrics:
             return write_responses(predictions, folder)
-        if not predictions or "offset" not in predictions[0]:
+        if "offset" not in predictions[0]:
             return write_items(self, predictions, folder)
         figures = {"bits_per_target": ("nats", lambda nats: nats / math.log(2))}
         return write_documents(predictions, folder / "predictions.csv", self._trainer, figures)
@@ -412,7 +412,7 @@ class LanguageModel(Task):
         self, generation: Callable[..., Result], prompts: Tensor | Sequence[Tensor], *args: Any, **options: Any
     ) -> Result:
         for prompt in [prompts] if isinstance(prompts, Tensor) else prompts:
-            self._check_tokens(prompt)
+            check_tokens(prompt, self.vocab_size)
         given = prompts.to(self.device) if isinstance(prompts, Tensor) else [p.to(self.device) for p in prompts]
         with self.in_evaluation():
             return generation(self.backbone, self._embed, self.head, given, *args, **options)
@@ -441,8 +441,5 @@ class LanguageModel(Task):
     def check_batch(self, batch: TokenBatch) -> None:
         """Raise ValueError if a token is outside the vocabulary, or padding is scored: see `Task.check_batch`."""
         check_fields(batch, TokenBatch)
-        self._check_tokens(batch.inputs)
+        check_tokens(batch.inputs, self.vocab_size)
         check_targets(batch.targets, batch.lengths, self.vocab_size)
-
-    def _check_tokens(self, tokens: Tensor) -> None:
-        check_integers(tokens, "token", 0, self.vocab_size - 1, f"vocab_size={self.vocab_size}")

@@ -18,7 +18,7 @@ from lit_effattn.nn.heads import CategoricalHead, HeadFactory
 from lit_effattn.nn.packing import first_positions, packed
 from lit_effattn.sequence import SequenceModule, State
 from lit_effattn.tasks.auxiliary import mean_of_scored
-from lit_effattn.tasks.base import Objective, Task, check_backbone, check_fields, check_integers, check_targets
+from lit_effattn.tasks.base import Objective, Task, check_backbone, check_fields, check_targets, check_tokens
 from lit_effattn.tasks.metrics import Accuracy, Count, Mean, Perplexity, for_stages
 from lit_effattn.tasks.options import FillOptions
 from lit_effattn.tasks.predictions import of_positions, write_documents
@@ -112,7 +112,7 @@ class MaskedLanguageModel(Task):
             lengths: (B,), number of valid positions of each row; None: all are valid.
             starts: (B, N), where documents begin, if rows hold several: see `TokenBatch`.
         """
-        self._check_tokens(tokens)
+        check_tokens(tokens, self.vocab_size)
         return self.head.log_probs(self._read(tokens, lengths, starts)[0])
 
     def _read(self, tokens: Tensor, lengths: Tensor | None, starts: Tensor | None) -> tuple[Tensor, State]:
@@ -208,9 +208,6 @@ class MaskedLanguageModel(Task):
         """Raise ValueError if a token is outside the vocabulary, or padding is scored: see `Task.check_batch`."""
         check_fields(batch, TokenBatch)
         check_targets(batch.targets, batch.lengths, self.vocab_size)
-
-    def _check_tokens(self, tokens: Tensor) -> None:
-        check_integers(tokens, "token", 0, self.vocab_size - 1, f"vocab_size={self.vocab_size}")
 
 
 def uniform(seed: int, counters: Tensor) -> Tensor:

@@ -5,7 +5,6 @@ The functions named `write_…` are the methods `write_samples` of tasks: see `T
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable, Iterable
 from functools import partial
@@ -22,6 +21,7 @@ from lit_effattn.attention.positions import n_positions
 from lit_effattn.checkpoints.printable import printable
 from lit_effattn.checkpoints.runs import short
 from lit_effattn.datamodules.common.files import regular
+from lit_effattn.datamodules.common.json_data import parse_json
 from lit_effattn.datamodules.common.tokens import IGNORE, PairBatch
 from lit_effattn.datamodules.text.tokenizers import NumberTokenizer, Tokenizer
 from lit_effattn.drawing.images import grid, labelled_rows, save_png
@@ -316,8 +316,8 @@ def read_prompts(path: Path) -> list[Prompt]:
 
 def _parsed(line: str, place: str) -> Prompt:
     try:
-        value = json.loads(line)
-    except (RecursionError, ValueError) as error:
+        value = parse_json(line)
+    except ValueError as error:
         raise ValueError(f"{place}: {error}; a line of .jsonl is a string or an object, as JSON") from error
     entry = {"prompt": value} if isinstance(value, str) else value
     if not isinstance(entry, dict) or not {"prompt"} <= entry.keys() <= {"prompt", "n_tokens"}:

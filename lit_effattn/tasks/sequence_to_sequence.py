@@ -17,7 +17,7 @@ from lit_effattn.nn.encoder_decoder import EncoderDecoder
 from lit_effattn.nn.heads import CategoricalHead, HeadFactory
 from lit_effattn.sequence import State, valid_lengths
 from lit_effattn.tasks.auxiliary import mean_of_scored
-from lit_effattn.tasks.base import Objective, Task, check_fields, check_integers, check_targets
+from lit_effattn.tasks.base import Objective, Task, check_fields, check_targets, check_tokens
 from lit_effattn.tasks.metrics import Count, ErrorRate, ExactMatch, Perplexity, for_stages
 from lit_effattn.tasks.options import TargetOptions
 from lit_effattn.tasks.predictions import PICTURES, Translation, write_translations
@@ -350,11 +350,8 @@ class SequenceToSequence(Task):
     def check_batch(self, batch: PairBatch) -> None:
         """Raise ValueError if a token is outside its vocabulary, or padding is scored: see `Task.check_batch`."""
         check_fields(batch, PairBatch)
-        for name, tokens, size in (
-            ("source", batch.source, self.source_vocab_size),
-            ("target", batch.inputs, self.target_vocab_size),
-        ):
-            check_integers(tokens, f"{name} token", 0, size - 1, f"{name}_vocab_size={size}")
+        check_tokens(batch.source, self.source_vocab_size, "source_vocab_size", "source token")
+        check_tokens(batch.inputs, self.target_vocab_size, "target_vocab_size", "target token")
         check_targets(batch.targets, batch.lengths, self.target_vocab_size, "target_vocab_size")
 
 

@@ -110,7 +110,8 @@ class CheckpointConnector(_CheckpointConnector):
         """Restore the states of the learning rate schedules."""
         with self._restoring("the learning rate schedule"):
             saved, configs = self._loaded_checkpoint["lr_schedulers"], self.trainer.lr_scheduler_configs
-            if not configs and any(isinstance(c, StochasticWeightAveraging) for c in self.trainer.callbacks):
+            callbacks: Any = self.trainer.callbacks  # type: ignore[attr-defined]
+            if not configs and any(isinstance(callback, StochasticWeightAveraging) for callback in callbacks):
                 return  # which restores its own schedule
             _check_number(saved, configs, "lr_schedulers")
             for i, (state, config) in enumerate(zip(saved, configs, strict=True)):

@@ -246,6 +246,9 @@ class CLI(LightningCLI):
         # `parser` would parse all settings a second time, and LightningCLI has no public name for a command's parser.
         of_command: Any = self._parser(command)
         parsed = of_command.parse(args[1:], self.arguments, self.resolved.run)
+        seed = parsed.seed_everything
+        if not 0 <= seed < 2**32:
+            raise ValueError(f"--seed_everything {seed} must be from 0 to {2**32 - 1}; true: a random one")
         self.config = Namespace({"subcommand": command, command: parsed})
 
     def _parse_ckpt_path(self) -> None:
@@ -359,7 +362,7 @@ class CLI(LightningCLI):
     def instantiate_trainer(self, **kwargs: Any) -> pl.Trainer:
         """Build the trainer: its root is the folder of the run, and it has the callbacks that every run has."""
         config = self.config_init[self.subcommand].trainer
-        check_trainer(config)
+        check_trainer(config, str(self.subcommand))
         quiet = bool(config.fast_dev_run)
         folder = Path(config.default_root_dir or ROOT)
         if not quiet:

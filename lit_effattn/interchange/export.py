@@ -136,6 +136,11 @@ def export(
     if dtype is not None and (dtype not in DTYPES or format != "safetensors"):
         raise ValueError(f"dtype={dtype!r} must be one of {', '.join(DTYPES)}, and format safetensors, not {format}")
     if format == "safetensors":
+        if max_len is not None or batch_size != 1:
+            raise ValueError(
+                f"max_len={max_len} and batch_size={batch_size} are options of a step, which format=safetensors lacks; "
+                "leave them out"
+            )
         weights = None if dtype is None else getattr(torch, dtype)
         with whole(target) as part:
             write_weights_file(part, task.state_dict(), spec(task), lit_effattn.__version__, saved, weights)

@@ -11,6 +11,7 @@ import os
 import re
 import tempfile
 from collections.abc import Sequence
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -128,19 +129,31 @@ class Configuration(pl.Callback):
         self.settings = settings
         self.args = args
         self.loggers = loggers
+        self._unwritten = False  # of a resumed run
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Write `config.yaml`, or `config_resumed_N.yaml` in a resumed run."""
+        """Write `config.yaml` of a new run."""
         if not trainer.is_global_zero or getattr(trainer, "fast_dev_run", False):
             return
         folder = Path(trainer.default_root_dir)
         folder.mkdir(parents=True, exist_ok=True)
         slurm.record_job(folder, self.args)
-        path, attempt = folder / "config.yaml", 0
-        if not path.exists():  # MLflow rejects a parameter whose value changes, as those of a resumed run may
+        self._unwritten = (folder / "config.yaml").exists()
+        if not self._unwritten:  # MLflow rejects a parameter whose value changes, as those of a resumed run may
             for logger in self.loggers:
                 logger.log_hyperparams(flat(self.settings))
-        while path.exists():
-            attempt += 1
-            path = folder / f"config_resumed_{attempt}.yaml"
+            self._write(folder / "config.yaml")
+
+    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+        """Write `config_resumed_N.yaml` of a resumed run, once its settings have trained a batch.
+
+        Settings with which resuming fails would otherwise be those of the next command, too.
+        """
+        if self._unwritten:
+            folder = Path(trainer.default_root_dir)
+            paths = (folder / f"config_resumed_{attempt}.yaml" for attempt in count(1))
+            self._write(next(path for path in paths if not path.exists()))
+            self._unwritten = False
+
+    def _write(self, path: Path) -> None:
         path.write_text(marked(dump_yaml(self.settings)), encoding="utf-8", newline="\n")

@@ -84,8 +84,11 @@ def _track(steps: Iterable[int]) -> Iterable[int]:
         yield from bar.track(steps, description="Drawing")
 
 
-def check_trainer(config: Any) -> None:
-    """Reject values that Lightning accepts and on which it fails later."""
+def check_trainer(config: Any, command: str) -> None:
+    """Reject values that Lightning accepts and on which `command` fails later, or does nothing."""
+    limit = f"limit_{ {'fit': 'train', 'validate': 'val'}.get(command, command) }_batches"
+    if config.get(limit) == 0:
+        raise ValueError(f"--trainer.{limit} 0: {command} would do nothing; give at least 1, or leave it out for all")
     for name in ("max_steps", "max_epochs", "val_check_interval"):
         if config[name] == 0:
             raise ValueError(f"--trainer.{name} 0: give at least 1" + (", or -1 for no limit" if "max" in name else ""))

@@ -352,6 +352,14 @@ def test_resuming_goes_on_in_the_runs_folder():
     assert yaml.safe_load((run / "config_resumed_1.yaml").read_text())["trainer"]["max_epochs"] == 2
 
 
+def test_settings_with_which_resuming_failed_are_not_those_of_the_next_command(capsys: pytest.CaptureFixture[str]):
+    run = fit("--trainer.max_steps", "2", "--trainer.max_epochs", "-1")
+    resume = ("fit", "--ckpt_path", "last", "--trainer.max_steps", "3")
+    assert "epoch 0 was interrupted after 2 of" in fails(capsys, *resume, "--data.batch_size", "512")
+    main([*resume])
+    assert yaml.safe_load((run / "config_resumed_1.yaml").read_text())["data"]["init_args"]["batch_size"] == 128
+
+
 @pytest.mark.exhaustive  # tests/checkpoints/test_runs.py has the order of runs without training
 def test_the_last_run_and_its_last_checkpoint_are_the_newest_after_the_clock_was_set_back(
     monkeypatch: pytest.MonkeyPatch,

@@ -187,14 +187,16 @@ def check_lengths(name: str, lengths: Tensor | None, x: Tensor) -> None:
         raise ValueError(f"{name}: lengths is {lengths.tolist()}; expected values from 0 to {x.size(1)}")
 
 
-def without_padding(x: Tensor, lengths: Tensor | None) -> Tensor:
-    """Set the padding of `x` (B, N, …) to 0, even where it is NaN."""
-    return x if lengths is None else x.masked_fill(~valid_positions(lengths, x.size(1))[..., None], 0)
+def without_padding(x: Tensor, lengths: Tensor | None, dim: int = 1) -> Tensor:
+    """Set the padding of `x` (B, …), whose positions are along `dim`, to 0, even where it is NaN."""
+    return x if lengths is None else x.masked_fill(along(~valid_positions(lengths, x.size(dim)), x, dim), 0)
 
 
-def heads_without_padding(x: Tensor, lengths: Tensor | None) -> Tensor:
-    """Set the padding of `x` (B, H, N, D) to 0, even where it is NaN."""
-    return x if lengths is None else x.masked_fill(~valid_positions(lengths, x.size(2))[:, None, :, None], 0)
+def along(t: Tensor, like: Tensor, dim: int) -> Tensor:
+    """View `t` (B, K) with the number of dimensions of `like`, K along `dim`, for broadcasting."""
+    shape = [1] * like.dim()
+    shape[0], shape[dim] = t.shape
+    return t.view(shape)
 
 
 def reversed_rows(x: Tensor, lengths: Tensor | None, dim: int = 1) -> Tensor:
@@ -203,9 +205,7 @@ def reversed_rows(x: Tensor, lengths: Tensor | None, dim: int = 1) -> Tensor:
         return x.flip(dim)
     t = torch.arange(x.size(dim), device=x.device)
     index = torch.where(t < lengths[:, None], lengths[:, None] - 1 - t, t)  # (B, N)
-    shape = [1] * x.dim()
-    shape[0], shape[dim] = index.shape
-    return x.gather(dim, index.view(shape).expand_as(x))
+    return x.gather(dim, along(index, x, dim).expand_as(x))
 
 
 def accumulator(dtype: torch.dtype) -> torch.dtype:

@@ -20,7 +20,6 @@ from lit_effattn.sequence import (
     State,
     accumulator,
     donated,
-    heads_without_padding,
     parts,
     valid_lengths,
     without_padding,
@@ -345,7 +344,7 @@ class Attention(MultiHead):
                     weights.append(self.attend(q.to(full), k.to(full), v, before, lengths)[0])
         finally:
             self._weighs = False
-        return heads_without_padding(torch.cat(weights, -1)[..., : m + n], lengths)
+        return without_padding(torch.cat(weights, -1)[..., : m + n], lengths, dim=2)
 
     def unit_values(self, state: State) -> dict[str, Tensor]:
         """Return values with which `attend` gives the weights of M columns before the call's positions.

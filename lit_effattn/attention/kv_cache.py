@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lit_effattn.sequence import may_overwrite, reads_values, valid_positions
+from lit_effattn.sequence import along, may_overwrite, reads_values, valid_positions
 
 
 class Cache(NamedTuple):
@@ -173,21 +173,14 @@ def newest(t: Tensor, end: Tensor, count: int, *, dim: int) -> Tensor:
         (B, …, count, D).
     """
     index = end[:, None] - count + torch.arange(count, device=t.device)  # (B, count)
-    return gather(t, index, dim=dim).masked_fill(_along(index, t, dim) < 0, 0)
+    return gather(t, index, dim=dim).masked_fill(along(index, t, dim) < 0, 0)
 
 
 def gather(t: Tensor, index: Tensor, *, dim: int = 2) -> Tensor:
     """Take entries `index` (B, K) of `t` (B, …, M, D) along `dim`: (B, …, K, D). A negative index takes the first."""
     shape = [*t.shape[:dim], index.size(1), *t.shape[dim + 1 :]]
     # Not `take_along_dim`, which also computes the remainder of every index.
-    return t.gather(dim, _along(index.clamp(min=0), t, dim).expand(shape))
-
-
-def _along(index: Tensor, t: Tensor, dim: int) -> Tensor:
-    """View `index` (B, K) with the number of dimensions of `t`, K along `dim`."""
-    shape = [1] * t.dim()
-    shape[0], shape[dim] = index.shape
-    return index.view(shape)
+    return t.gather(dim, along(index.clamp(min=0), t, dim).expand(shape))
 
 
 def newest_of_both(before: Tensor, after: Tensor, length: Tensor, *, dim: int) -> Tensor:

@@ -18,7 +18,7 @@ from lit_effattn.ops.linear.pytorch import (
     linear_attention,
     linear_attention_step,
 )
-from lit_effattn.sequence import accumulator, heads_without_padding, may_overwrite, valid_lengths
+from lit_effattn.sequence import accumulator, may_overwrite, valid_lengths, without_padding
 
 
 class LinearState(NamedTuple):
@@ -96,7 +96,7 @@ class LinearAttention(Attention):
 
     def _keys(self, k: Tensor, lengths: Tensor | None) -> Tensor:
         # φ(0) is not 0, so it is φ(k) that must be masked; masking v would leave the denominator wrong.
-        return heads_without_padding(self.feature_map.keys(k.to(accumulator(k.dtype))), lengths)
+        return without_padding(self.feature_map.keys(k.to(accumulator(k.dtype))), lengths, dim=2)
 
     @override
     def empty_state(

@@ -12,7 +12,7 @@ from typing_extensions import override
 
 from lit_effattn.checks import at_least
 from lit_effattn.hparams import HasInitArgs
-from lit_effattn.sequence import heads_without_padding, without_padding
+from lit_effattn.sequence import without_padding
 
 
 class FrontEnd(HasInitArgs, nn.Module, ABC):
@@ -121,7 +121,7 @@ class ConvSubsampling(FrontEnd):
         x = x[:, None]  # (B, T, F) -> (B, 1, T, F)
         for conv in self.convs:
             # The previous layer's bias is in the padding; the convolution must see zeros there.
-            x = conv(heads_without_padding(x, lengths)).relu()  # -> (B, C, ⌈T / 2⌉, ⌈F / 2⌉)
+            x = conv(without_padding(x, lengths, dim=2)).relu()  # -> (B, C, ⌈T / 2⌉, ⌈F / 2⌉)
             lengths = _divided(lengths, 2)
         x = x.transpose(1, 2).flatten(2)  # (B, C, T', F') -> (B, T', C F')
         return without_padding(self.proj(x), lengths), lengths

@@ -548,6 +548,8 @@ def test_the_attention_is_the_same_through_them(family: Family, monkeypatch: pyt
 def test_other_feature_maps_have_the_plain_form(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(linear_triton, "forward", None)
     LinearAttention(8, 1, feature_map=ReluFeatureMap).to(DEVICE)(torch.zeros(2, 9, 8, device=DEVICE))
+    with pytest.raises(ValueError, match=r"form=triton, but the kernels of linear attention.*feature map elu \+ 1"):
+        linear_pytorch.causal_linear_attention(*linear_inputs(9, device=DEVICE), form="triton")
 
 
 # ------------------------------------------------------------------------------------------ compilation, without a GPU

@@ -35,7 +35,7 @@ from typing_extensions import override
 
 from lit_effattn.ops.gated_linear import pytorch
 from lit_effattn.ops.linear.triton_kernels import _NARROWEST, _WIDE, _dot, _padded, _precision
-from lit_effattn.sequence import heads_without_padding
+from lit_effattn.sequence import without_padding
 
 _COLUMNS = 16  # of a program, the fewest of a product: the programs of one head share T in the GPU's cache
 
@@ -166,7 +166,7 @@ def _gradients(*arguments: Any) -> tuple[Any, ...]:
     if chunks.beta is not None:
         g_v = chunks.beta * x
         g_beta = x * (chunks.v - chunks.k_in @ states - chunks.overlaps @ u)
-        g_beta = heads_without_padding(chunks.join(g_beta.sum(-1, keepdim=True)), lengths)[..., 0]
+        g_beta = without_padding(chunks.join(g_beta.sum(-1, keepdim=True)), lengths, dim=2)[..., 0]
         read, more = _score_gradients((-g_v @ u.mT).tril(-1), chunks.k, chunks.k, chunks.log_decay)
         read, written = read - scaled(g_v @ states.mT, chunks.before), written + more
     if log_decay is not None:
@@ -175,8 +175,8 @@ def _gradients(*arguments: Any) -> tuple[Any, ...]:
         g_decay = of_sums.flip(-2).cumsum(-2).flip(-2) + of_rest
         if log_decay.size(-1) == 1:
             g_decay = g_decay.sum(-1, keepdim=True)
-        g_decay = heads_without_padding(chunks.join(g_decay), lengths)
-    g_k = heads_without_padding(chunks.join(read + written), lengths)
+        g_decay = without_padding(chunks.join(g_decay), lengths, dim=2)
+    g_k = without_padding(chunks.join(read + written), lengths, dim=2)
     return g_state, chunks.join(g_q), g_k, chunks.join(g_v), g_decay, g_beta
 
 

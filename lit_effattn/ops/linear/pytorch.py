@@ -25,7 +25,7 @@ from lit_effattn.ops.runtime.operators import (
     heads,
     in_form,
 )
-from lit_effattn.sequence import heads_without_padding
+from lit_effattn.sequence import without_padding
 
 _DROPPED = 1e-7
 """Optimisers of exported programs may drop an addition of less, so 0 / 0 has to be excluded in another way too."""
@@ -105,13 +105,15 @@ def causal_linear_attention(
     _check(q, k, v, s, z, lengths)
     if form is None and not elu and default_form(q.device) == "triton":
         form = "plain"
-    form = choose_form(form, "linear attention", "linear", q, k, v, s, z, width=max(q.size(-1), v.size(-1)))
+    obstacle = None if elu else "they apply the feature map elu + 1 themselves, as elu=True says"
+    width = max(q.size(-1), v.size(-1))
+    form = choose_form(form, "linear attention", "linear", q, k, v, s, z, width=width, obstacle=obstacle)
     if form in ("cpp", "triton"):
         return _OPERATOR.forward(q, k, v, s, z, lengths, elu, eps, form)
     q, k, values = q.to(s.dtype), k.to(s.dtype), v.to(s.dtype)
     if elu:
         q, k = elu_features(q), elu_features(k)
-    k = heads_without_padding(k, lengths)
+    k = without_padding(k, lengths, dim=2)
     if form == "onnx":
         out, s, z = _as_gated_linear(q, k, values, s, z, eps)
     else:

@@ -44,7 +44,7 @@ from lit_effattn.checkpoints import folders as checkpoint_folders
 from lit_effattn.checkpoints.files import unfinished
 from lit_effattn.checkpoints.folders import read_local
 from lit_effattn.checkpoints.io import AtomicCheckpointIO, read_checkpoint
-from lit_effattn.datamodules import PairBatch, SpeechBatch, TokenBatch
+from lit_effattn.datamodules import IGNORE, PairBatch, SpeechBatch, TokenBatch
 from lit_effattn.datamodules.common.labelled import LabelledBatch
 from lit_effattn.distributed.sharding import ShardedStrategy, clip_grad_norm, gather, release, shard
 from lit_effattn.nn.adaptive import AdaptiveEmbedding, AdaptiveHead
@@ -171,7 +171,8 @@ def batch(task: Task, step: int, rank: int) -> Any:
         return SpeechBatch(features, lengths, torch.tensor([[1, 2], [2, 0]]), torch.tensor([2, 1]), ["x", "y"])
     if isinstance(task, SequenceClassifier):
         return LabelledBatch(tokens, torch.tensor([0, rank]), lengths)
-    return PairBatch(tokens[:, 1:], lengths, tokens[:, :-1], tokens[:, 1:], lengths, ["x", "y"], [["x"], ["y"]])
+    targets = tokens[:, 1:].masked_fill(torch.arange(N) >= lengths[:, None], IGNORE)
+    return PairBatch(tokens[:, 1:], lengths, tokens[:, :-1], targets, lengths, ["x", "y"], [["x"], ["y"]])
 
 
 class Step(nn.Module):

@@ -6,7 +6,7 @@ import lightning.pytorch as pl
 import torch
 from torch.utils.data import DataLoader
 
-from lit_effattn.datamodules import PairBatch, SpeechBatch, TokenBatch
+from lit_effattn.datamodules import IGNORE, PairBatch, SpeechBatch, TokenBatch
 from lit_effattn.datamodules.common.labelled import LabelledBatch
 
 N, VOCABULARY = 24, 300_000
@@ -65,4 +65,5 @@ class AnyData(pl.LightningDataModule):
         x, y = (torch.randint(min(256, self.vocab_size), (2, N)) for _ in range(2))
         if self.batch in ("LanguageModel", "MaskedLanguageModel"):
             return TokenBatch(x, y, fresh=torch.tensor([True, True]))
-        return PairBatch(x, lengths, y, y, lengths, ["x", "y"], [["x"], ["y"]])
+        targets = y.masked_fill(torch.arange(N) >= lengths[:, None], IGNORE)
+        return PairBatch(x, lengths, y, targets, lengths, ["x", "y"], [["x"], ["y"]])

@@ -7,6 +7,7 @@ import re
 import select
 import sys
 import warnings
+from collections.abc import Callable
 from importlib import import_module
 from typing import NoReturn
 
@@ -154,22 +155,20 @@ def _main(args: list[str] | None) -> None:
 
     quieten()
 
-    def call() -> None:
-        if _is_stream(args):
-            import_module(PREDICT_STREAM).stream(args[1:])
-        elif args[0] in TOOLS:
-            getattr(import_module(TOOLS[args[0]]), args[0])(args[1:])
-        else:
-            run(args)
-
+    function: Callable[[list[str]], None] = run
+    rest = args
+    if _is_stream(args):
+        function, rest = import_module(PREDICT_STREAM).stream, args[1:]
+    elif args[0] in TOOLS:
+        function, rest = getattr(import_module(TOOLS[args[0]]), args[0]), args[1:]
     if os.environ.get(DEBUG):
-        return call()
+        return function(rest)
     from lightning.fabric.utilities.exceptions import MisconfigurationException
 
     from lit_effattn.cli.failures import explained
 
     try:
-        call()
+        function(rest)
     except UsageError as error:
         fail(str(error), code=2)
     except Stopped:

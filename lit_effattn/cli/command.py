@@ -38,7 +38,6 @@ import lit_effattn.tasks.schedules
 from lit_effattn import callbacks, datamodules
 from lit_effattn.callbacks.lightning_internals import leave_signals_alone
 from lit_effattn.checkpoints.averaging import average_parameters
-from lit_effattn.checkpoints.build import arguments_of
 from lit_effattn.checkpoints.io import AtomicCheckpointIO, read_checkpoint, saved_model, without_folders
 from lit_effattn.checkpoints.loading import OtherModelError, allowed_in, build_model
 from lit_effattn.checkpoints.plain_yaml import OutOfBoundsError
@@ -54,14 +53,13 @@ from lit_effattn.cli.threads import few_threads
 from lit_effattn.distributed.sharding import ShardedStrategy
 from lit_effattn.nn.transfer import begin_transfer
 from lit_effattn.settings.arguments import Arguments
-from lit_effattn.settings.building import Builder, build_data, direct
+from lit_effattn.settings.building import Builder, build_data
 from lit_effattn.settings.defaults import TRAINER
 from lit_effattn.settings.derived import leave_out, set_strides, set_windows
 from lit_effattn.settings.initial_weights import add_missing, remedy
 from lit_effattn.settings.resume import (
     CHECKPOINT,
     OF_FIT,
-    check_from_data,
     check_kept_settings,
     fixed_by_data,
     is_child,
@@ -157,12 +155,14 @@ class CLI(LightningCLI):
         self.arguments = arguments
         self._new_folder: Path | None = None  # of a new run
         self._lock: RunLock | None = None
-        self._builder = Builder(self._build)
         self._data: pl.LightningDataModule | None = None
         resolved = resolve(arguments)
         self.resolved, self._content = resolved._replace(content=None), resolved.content  # until it is loaded
-        if self.resolved.checkpoint is not None:
-            os.environ[CHECKPOINT] = str(self.resolved.checkpoint)
+        self._builder = Builder()
+        if resolved.checkpoint is not None:
+            os.environ[CHECKPOINT] = str(resolved.checkpoint)
+            if not resolved.data_fixes and (spec := saved_model(resolved.content or {})) is not None:
+                self._builder = Builder(spec, allowed_in(resolved.checkpoint, arguments.trust.names))
         try:
             super().__init__(
                 model_class=Task,
@@ -206,7 +206,7 @@ class CLI(LightningCLI):
         parser.add_lightning_class_args(Trainer, "trainer")
         parser.set_defaults({f"trainer.{name}": value for name, value in TRAINER.items()})
         if not self.resolved.describes:
-            given = set() if self.resolved.data_fixes else fixed_by_data()  # which `_build` adds
+            given = set() if self.resolved.data_fixes else fixed_by_data()  # which `Builder` adds
             parser.add_subclass_arguments(Task, "model", fail_untyped=False, required=True, skip=given)
         parser.add_subclass_arguments(
             pl.LightningDataModule, "data", fail_untyped=False, required=self.resolved.uses_data
@@ -307,15 +307,6 @@ class CLI(LightningCLI):
             saved = saved_model(self._content)
             trainer = section(self.resolved.run or {}, "trainer")
             check_kept_settings({"trainer": trainer, **({"model": saved} if saved else {})}, self.settings())
-
-    def _build(self, kind: type, *args: Any, **kwargs: Any) -> Any:
-        """Return `kind(*args, **kwargs)`, with the arguments that a task takes from the data or its checkpoint."""
-        if isinstance(kind, type) and issubclass(kind, Task):
-            path, spec = self.resolved.checkpoint, saved_model(self._content or {})
-            if not self.resolved.data_fixes and path is not None and spec is not None:
-                kwargs |= arguments_of(spec, kind, kind.fixed_by_data, allowed_in(path, self.arguments.trust.names))
-            check_from_data(kind, kwargs)
-        return kind(*direct(args), **direct(kwargs))
 
     def _find_weights(self, config: Namespace) -> None:
         """Replace `last` and `best`, which later name other checkpoints, with paths."""

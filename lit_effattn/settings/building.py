@@ -1,8 +1,9 @@
-"""Building the classes that settings name, and the data module of a run."""
+"""Building the objects that settings name, and the data module of a run."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import inspect
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -10,24 +11,36 @@ from typing import Any
 import lightning.pytorch as pl
 from lightning.pytorch.cli import LightningArgumentParser
 
+from lit_effattn.checkpoints.build import Allowed, arguments_of
 from lit_effattn.settings.texts import keep_texts
+from lit_effattn.tasks import Task
 
 
 class Builder:
     """Calls the classes that settings name. jsonargparse would report an error in one as a value of a wrong type.
 
     Args:
-        call: Called with each class and its arguments. Default: the class itself is.
+        spec: The model in a checkpoint, from which a task gets the arguments in `Task.fixed_by_data`. None: they come
+            from the data.
+        allowed: The classes that `spec` may name.
     """
 
-    def __init__(self, call: Callable[..., Any] | None = None) -> None:
-        self._call = call or (lambda kind, *args, **kwargs: kind(*args, **kwargs))
+    def __init__(self, spec: dict[str, Any] | None = None, allowed: Allowed | None = None) -> None:
+        self._spec, self._allowed = spec, allowed or Allowed("the checkpoint")
         self._error: Exception | None = None
 
-    def __call__(self, kind: type, *args: Any, **kwargs: Any) -> Any:
-        """Return the object."""
+    def __call__(self, kind: Any, *args: Any, **kwargs: Any) -> Any:
+        """Return `kind(*args, **kwargs)`.
+
+        Raises:
+            ValueError: If the data lack a required argument of a task. The message names it.
+        """
         try:
-            return self._call(kind, *args, **kwargs)
+            if isinstance(kind, type) and issubclass(kind, Task):
+                if self._spec is not None:
+                    kwargs |= arguments_of(self._spec, kind, kind.fixed_by_data, self._allowed)
+                _check_from_data(kind, kwargs)
+            return kind(*direct(args), **direct(kwargs))
         except Exception as error:
             self._error = error
             raise
@@ -41,6 +54,15 @@ class Builder:
             if isinstance(self._error, TypeError):
                 raise ValueError(str(self._error)) from error
             raise self._error or error from error
+
+
+def _check_from_data(task: type[Task], arguments: Mapping[str, Any]) -> None:
+    required = inspect.signature(task.__init__).parameters
+    for name in task.fixed_by_data:
+        if name in arguments and arguments[name] is None and required[name].default is inspect.Parameter.empty:
+            raise ValueError(
+                f"{task.__name__} takes {name} from the data, which have none: these data are for another task"
+            )
 
 
 def direct(value: Any) -> Any:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -279,24 +279,6 @@ def fixed_by_data() -> set[str]:
     """Return the arguments of all tasks that are taken from the data: see `Task.fixed_by_data`."""
     tasks: Any = subclasses(Task)
     return {name for task in tasks for name in task.fixed_by_data}
-
-
-def check_from_data(task: type[Task], arguments: Mapping[str, Any]) -> None:
-    """Check that the data have the arguments that a task takes from them.
-
-    Args:
-        task: The class.
-        arguments: Its arguments. An argument is None if the data lack it.
-
-    Raises:
-        ValueError: If a required argument is None. The message names it.
-    """
-    required = inspect.signature(task.__init__).parameters
-    for name in task.fixed_by_data:
-        if name in arguments and arguments[name] is None and required[name].default is inspect.Parameter.empty:
-            raise ValueError(
-                f"{task.__name__} takes {name} from the data, which have none: these data are for another task"
-            )
 
 
 def section(config: dict[str, Any], name: str) -> dict[str, Any]:

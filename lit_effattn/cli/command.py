@@ -533,8 +533,6 @@ class CLI(LightningCLI):
             raise ValueError(f"predict runs on one process, not {self.trainer.world_size}: give --trainer.devices 1")
         with few_threads(self.model) if self.model.predicts_by_steps else nullcontext():
             predictions: Any = self.trainer.predict(**{**self._with_checkpoint(kwargs), "return_predictions": True})
-        if not predictions:
-            raise ValueError("there is no batch to predict; leave --trainer.limit_predict_batches out")
         folder = new_folder(Path(self.trainer.default_root_dir), "predictions")
         print(printable(self.model.write_predictions(predictions, folder)))
 

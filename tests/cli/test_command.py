@@ -138,8 +138,6 @@ def test_predictions_average_to_the_test_result(
     table = np.genfromtxt(path, delimiter=",", names=True)
     assert len(table) == 180
     assert table["bits_per_dim"].mean() == pytest.approx(float(output[1]), abs=1e-4)
-    nothing = fails(capsys, "predict", "--ckpt_path", "last", "--trainer.limit_predict_batches", "0")
-    assert "there is no batch to predict; leave --trainer.limit_predict_batches out" in nothing
 
 
 def test_on_a_gpu_a_flag_and_a_variable_are_named_for_faster_products(

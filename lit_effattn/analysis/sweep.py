@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Generator, Iterator, Sequence
 from itertools import count
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -25,7 +26,7 @@ from lit_effattn.datamodules.common.json_data import parse_json
 from lit_effattn.hparams import parameters
 from lit_effattn.nn.lstm import LSTM
 from lit_effattn.settings.arguments import Arguments, File
-from lit_effattn.settings.kinds import attention_kinds, full_names, own_kind
+from lit_effattn.settings.kinds import attention_kinds, full_names, options_of, own_kind
 from lit_effattn.settings.tools import ROOT, add_trust, tool_parser
 from lit_effattn.stopping import SIGNALS, Stopped
 
@@ -292,14 +293,14 @@ def parse_kind(text: str) -> tuple[str, list[str]]:
         'LinearAttention:chunk_size=64'
     """
     kind, *options = text.split(":")
-    kinds: dict[str, type] = {**attention_kinds(), "LSTM": LSTM}
+    kinds: dict[str, Any] = {**attention_kinds(), "LSTM": LSTM}
     names = [kind] if "." in kind else full_names(kind, kinds)
     if len(names) != 1:
         raise ValueError(f"--kinds {kind}: give one of {', '.join(kinds)}, or the path of your own class")
     (name,) = names
     flag = "--model.backbone" if name == "LSTM" else "--model.backbone.attention"
     flags = [flag, name]
-    known = parameters(kinds[name]) if name in kinds else {}
+    known = parameters(LSTM) if name == "LSTM" else options_of(kinds[name]) if name in kinds else {}
     for option in options:
         key, _, value = option.partition("=")
         if not re.fullmatch(r"\w+=.+", option):

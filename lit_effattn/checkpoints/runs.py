@@ -177,7 +177,8 @@ def last_kept(checkpoint: Path, n: int) -> list[Path]:
         last = f", the last {kept[-1].name}; average {len(kept)} or fewer" if kept else ""
         raise ValueError(
             f"average={n}: there are {len(kept)} kept checkpoints in {short(folder)}{last}; "
-            f"training keeps {n} with --checkpoint.keep {n}"
+            f"training keeps {n} with --checkpoint.keep {n}, one an epoch unless --checkpoint.keep_every_n_train_steps "
+            "is given"
         )
     return kept[-n:]
 

@@ -31,7 +31,7 @@ def kinds(names: list[str]) -> str:
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = ["  ".join(f"{cell:{width}}" for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
     for i, kind in enumerate(known.values()):
-        given = ", ".join(f"{option}={_default(parameter)}" for option, parameter in _options(kind).items())
+        given = ", ".join(f"{option}={_default(parameter)}" for option, parameter in options_of(kind).items())
         lines[i + 1] += "\n" + fill(given, 116, initial_indent="    ", subsequent_indent="    ")
     return "\n".join([*lines, "", "What the options of a kind do: lit-effattn kinds SoftmaxAttention"])
 
@@ -60,6 +60,12 @@ def own_kind(name: str) -> type[Attention]:
     if missing:
         raise ValueError(f"{name} has no method {' and no method '.join(missing)}, which each kind needs")
     return kind
+
+
+def options_of(kind: type[Attention]) -> dict[str, Any]:
+    """Return the options of a kind: the parameters that a `Transformer` does not pass."""
+    own = {name: p for name, p in parameters(kind).items() if name not in _SHARED}
+    return {name: p for name, p in own.items() if p.kind not in (Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD)}
 
 
 def full_names(short: str, known: Iterable[str]) -> list[str]:
@@ -92,16 +98,10 @@ def _described(kind: type[Attention]) -> str:
     first = " ".join((inspect.getdoc(kind) or "").partition("\n\n")[0].split())
     lines = [f"{kind.__name__}: {first}"]
     lines.append(f"  direction: {_direction(kind)}; state: {_state(kind)}; cross-attention: {_cross(kind.__name__)}")
-    for option, parameter in _options(kind).items():
+    for option, parameter in options_of(kind).items():
         text = f"{option}={_default(parameter)}  {' '.join((parameter.doc or '').split())}".rstrip()
         lines.append(fill(text, 116, initial_indent="  ", subsequent_indent="      "))
     return "\n".join(lines)
-
-
-def _options(kind: type[Attention]) -> dict[str, Any]:
-    """Return the parameters of a kind that a `Transformer` does not pass."""
-    own = {name: p for name, p in parameters(kind).items() if name not in _SHARED}
-    return {name: p for name, p in own.items() if p.kind not in (Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD)}
 
 
 def _default(parameter: Any) -> str:

@@ -233,6 +233,7 @@ def test_options_of_kinds():
         with pytest.raises(ValueError, match=f"{option!r} is not an option; give xl:NAME=VALUE"):
             parse_kind(f"xl:{option}")
     for given, options in (
+        ("linear:d_model=3", "LinearAttention has no option d_model; there are feature_map"),
         ("linear:chunk=3", "LinearAttention has no option chunk; there are .*chunk_size"),
         ("lstm:d_modle=1", "LSTM has no option d_modle"),
     ):

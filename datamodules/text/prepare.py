@@ -70,7 +70,7 @@ def prepare(
     vocab_size: int | None = None,
     tokenizer_of: str | Path | None = None,
     field: str = "text",
-    held_out: int = 200,
+    held_out: int | None = None,
     shard_bytes: int = 256_000_000,
     learn_bytes: int = 100_000_000,
     workers: int = 1,
@@ -90,7 +90,8 @@ def prepare(
         vocab_size: As for `TextStream`.
         tokenizer_of: As for `TextStream`, in place of `tokens` and `vocab_size`.
         field: Name of the text in a .jsonl.
-        held_out: Of so many documents one is for validation and one for test, unless subfolders are the splits.
+        held_out: Of so many documents one is for validation and one for test. Default: 200; none if subfolders are the
+            splits.
         shard_bytes: Bytes of input for a shard. Files are not divided, except a .jsonl or FASTA that is not compressed.
         learn_bytes: Bytes of text to learn a vocabulary from.
         workers: Number of processes; 1: this one.
@@ -105,12 +106,15 @@ def prepare(
         ChildProcessError: If a worker process was killed.
     """
     at_least(1, shard_bytes=shard_bytes, learn_bytes=learn_bytes, workers=workers)
-    at_least(_LEAST_HELD_OUT, held_out=held_out)
+    if held_out is not None:
+        at_least(_LEAST_HELD_OUT, held_out=held_out)
     check_vocabulary(vocab_size, tokens=tokens)
     given = None if tokenizer_of is None else saved_tokenizer(tokenizer_of)
     root = source if source.is_dir() else source.parent
     names, left_out = _inputs(source)
-    held_out_of = None if "train" in names else held_out
+    if "train" in names and held_out is not None:
+        raise ValueError(f"held_out={held_out}: {source} has a subfolder for each split; leave it out")
+    held_out_of = None if "train" in names else held_out or 200
     plan: dict[str, Any] = {
         "format": FORMAT,
         "settings": {

@@ -36,7 +36,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--field", default="text", help="Name of the text in the lines of a .jsonl.")
     parser.add_argument(
-        "--held_out", type=int, default=200, help="One of so many documents is for validation, one for test."
+        "--held_out", type=int, help="One of so many documents is for validation, one for test. Default: 200."
     )
     parser.add_argument("--shard_bytes", type=int, default=256_000_000, help="Bytes of input for a shard.")
     parser.add_argument(

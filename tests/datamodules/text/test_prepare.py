@@ -223,6 +223,8 @@ def test_subfolders_are_the_splits_and_files_are_decoded(tmp_path):
         expected = ["".join(c if c in known else "\ufffd" for c in line) for line in lines]
         assert texts(tmp_path / "out", split) == expected
     prepare(tmp_path / "in", tmp_path / "out", tokens="characters", shard_bytes=100)  # finished: as it is
+    with pytest.raises(ValueError, match=r"held_out=9: .*in has a subfolder for each split; leave it out"):
+        prepare(tmp_path / "in", tmp_path / "again", held_out=9)
     (tmp_path / "in" / "test").rename(tmp_path / "in" / "other")
     with pytest.raises(ValueError, match="has subfolders train, val or test, but not test"):
         prepare(tmp_path / "in", tmp_path / "again")

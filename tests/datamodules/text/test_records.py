@@ -68,7 +68,7 @@ def test_subfolders_are_the_splits_of_both(tmp_path: Path, suffix: str):
         )
         path = tmp_path / "in" / split / f"a{suffix}"
         path.write_bytes(gzip.compress(text.encode()) if suffix.endswith(".gz") else text.encode())
-    prepare(tmp_path / "in", tmp_path / "out", tokens="amino_acids", field="seq", held_out=3)
+    prepare(tmp_path / "in", tmp_path / "out", tokens="amino_acids", field="seq")
     column = {"column": "seq"} if "json" in suffix else {}
     for store in (TokenStore(tmp_path / "out"), stream(tmp_path / "in", tmp_path, **column)._store):
         assert documents(store, "train") == TEXTS[:30]

@@ -61,7 +61,7 @@ def special_tokens(tokenizer: Tokenizer | None) -> dict[str, Any]:
     if not isinstance(tokenizer, PretrainedTokenizer | NumberTokenizer):
         return {}
     saved = tokenizer.files.get(_CONFIG)
-    if not isinstance(saved, dict):  # an old checkpoint, without these files
+    if not isinstance(saved, dict):  # made in Python, without these files
         return {"bos_token_id": tokenizer.start, "eos_token_id": tokenizer.end}
     return {name: saved[name] for name in SPECIAL if name in saved}
 

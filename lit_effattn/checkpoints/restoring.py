@@ -102,8 +102,10 @@ class CheckpointConnector(_CheckpointConnector):
         with self._restoring("the optimizer"):
             saved, optimizers = self._loaded_checkpoint["optimizer_states"], self.trainer.optimizers
             _check_number(saved, optimizers, "optimizer_states")
+            scaler = getattr(self.trainer.precision_plugin, "scaler", None)  # of float16, which skips steps at first
+            n_steps = self.trainer.global_step if scaler is None else 0
             for i, (state, optimizer) in enumerate(zip(saved, optimizers, strict=True)):
-                check_optimizer(state, optimizer, f"optimizer_states[{i}]", n_steps=self.trainer.global_step)
+                check_optimizer(state, optimizer, f"optimizer_states[{i}]", n_steps=n_steps)
             super().restore_optimizers()
 
     def restore_lr_schedulers(self) -> None:
@@ -204,7 +206,7 @@ def check_optimizer(saved: Any, optimizer: Optimizer, where: str, *, n_steps: in
         saved: The state in the checkpoint.
         optimizer: A new optimiser, which is to load it.
         where: The name of the state, for messages.
-        n_steps: Number of steps after which the state was saved. From 1 on, it must have entries.
+        n_steps: Number of steps after which the state was saved, none of them skipped. From 1 on, it has entries.
 
     Raises:
         ValueError: If a size differs. The message names the part, its value and the expected one.

@@ -1,11 +1,13 @@
 """The names and sizes in states of optimisers, schedules and loops are compared with those of new ones."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from lightning.pytorch.callbacks import StochasticWeightAveraging
+from lightning.pytorch.plugins import MixedPrecision
 from torch import nn
 from torch.optim import lr_scheduler
 from torch.utils.data import DataLoader
@@ -120,12 +122,32 @@ def test_counters_are_whole_and_all_there():
         check_counters({}, new)
 
 
+def resumed(folder: Path, model: dict[str, Any], make: Callable[[], dict[str, Any]]) -> None:
+    """Train for two epochs of two steps, and resume for two more; `make` gives arguments of each Trainer."""
+    quiet: Any = dict.fromkeys(("logger", "enable_progress_bar", "enable_model_summary"), False)
+    for epochs, path in ((2, None), (4, folder / "checkpoints" / "last.ckpt")):
+        run = Trainer(default_root_dir=folder, max_epochs=epochs, accelerator="cpu", **quiet, **make())
+        task = PixelModel(Transformer(8, 2, 1), (2, 2, 1), 4, **model)
+        run.fit(task, DataLoader(torch.randint(4, (4, 4)), batch_size=2), ckpt_path=path)
+        assert run.global_step == 2 * epochs
+
+
 def test_a_run_resumes_while_its_weights_are_averaged(tmp_path: Path):
     """Lightning's callback replaces the schedule by its own, and restores that itself."""
-    quiet: Any = dict.fromkeys(("logger", "enable_progress_bar", "enable_model_summary"), False)
-    for epochs, path in ((2, None), (4, tmp_path / "checkpoints" / "last.ckpt")):
-        callbacks = [StochasticWeightAveraging(0.1, swa_epoch_start=1), LastCheckpoint()]
-        run = Trainer(default_root_dir=tmp_path, callbacks=callbacks, max_epochs=epochs, accelerator="cpu", **quiet)
-        model = PixelModel(Transformer(8, 2, 1), (2, 2, 1), 4, lr_scheduler=WarmupCosine)
-        run.fit(model, DataLoader(torch.randint(4, (4, 4)), batch_size=2), ckpt_path=path)
-        assert run.global_step == 2 * epochs
+    averaging = {"swa_lrs": 0.1, "swa_epoch_start": 1}
+    resumed(
+        tmp_path,
+        {"lr_scheduler": WarmupCosine},
+        lambda: {"callbacks": [StochasticWeightAveraging(**averaging), LastCheckpoint()]},
+    )
+
+
+def test_a_run_of_float16_resumes_before_its_first_step_that_is_not_skipped(tmp_path: Path):
+    """The scale is too large for four steps, so the optimiser has no state yet."""
+
+    def make() -> dict[str, Any]:
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**120)
+        return {"callbacks": [LastCheckpoint()], "plugins": [MixedPrecision("16-mixed", "cpu", scaler)]}
+
+    resumed(tmp_path, {}, make)
+    assert not torch.load(tmp_path / "checkpoints" / "last.ckpt", weights_only=True)["optimizer_states"][0]["state"]

@@ -5,12 +5,7 @@ import torch
 from torch import nn
 
 from lit_effattn import sequence
-from lit_effattn.attention import (
-    LinearAttention,
-    PerformerAttention,
-    SoftmaxAttention,
-    WindowedLinearAttention,
-)
+from lit_effattn.attention import LinearAttention, PerformerAttention, SoftmaxAttention, WindowedLinearAttention
 from lit_effattn.attention.feature_maps import EluFeatureMap
 from lit_effattn.attention.positions import RotaryPositions
 from lit_effattn.laws.subject import stream

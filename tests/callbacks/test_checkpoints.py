@@ -320,11 +320,7 @@ def test_files_of_other_names_stay(tmp_path: Path):
     for name in names:
         (folder / name).touch()
     trainer(tmp_path, [LastCheckpoint(keep=1)], max_epochs=2).fit(Tiny(), loader(2))
-    assert {path.name for path in folder.iterdir()} - set(names) == {
-        "last.ckpt",
-        "previous.ckpt",
-        "step_00000004.ckpt",
-    }
+    assert {path.name for path in folder.iterdir()} - set(names) == {"last.ckpt", "previous.ckpt", "step_00000004.ckpt"}
     assert all((folder / name).exists() for name in names)
 
 

@@ -62,10 +62,7 @@ def weights(model: pl.LightningModule) -> list[Tensor]:
 
 @pytest.mark.parametrize(
     "make",
-    [
-        partial(text, partial(TransformerXLAttention, mem_len=3)),
-        partial(text, gradient_checkpointing=True),
-    ],
+    [partial(text, partial(TransformerXLAttention, mem_len=3)), partial(text, gradient_checkpointing=True)],
     ids=["xl", "checkpointed"],
 )
 def test_steps_that_carry_memory_are_compiled_once_and_learn_the_same(make: Any, tmp_path: Path):

@@ -520,10 +520,7 @@ def test_log_probabilities_that_are_nan_are_refused(temperature: float):
 @pytest.mark.parametrize("shape", [(1, 0), (0, 1), (3,)])
 def test_a_prompt_has_rows_and_tokens(shape: tuple[int, ...]):
     made, prompt = parts(), torch.zeros(shape, dtype=torch.long)
-    for draws in (
-        lambda: generate(*made, prompt, 3),
-        lambda: beam_search(*made, prompt, 3, beam=2),
-    ):
+    for draws in (lambda: generate(*made, prompt, 3), lambda: beam_search(*made, prompt, 3, beam=2)):
         with pytest.raises(ValueError, match=re.escape(f"prompt has shape {shape}; expected (batch, length)")):
             draws()
 

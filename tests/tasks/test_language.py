@@ -304,11 +304,7 @@ def test_a_token_of_another_vocabulary_is_named():
 
 @pytest.mark.parametrize(
     "attention",
-    [
-        SoftmaxAttention,
-        LinearAttention,
-        partial(CompressiveAttention, mem_len=1, compressed_len=2, compression_rate=2),
-    ],
+    [SoftmaxAttention, LinearAttention, partial(CompressiveAttention, mem_len=1, compressed_len=2, compression_rate=2)],
 )
 def test_a_packed_batch_has_the_loss_and_the_gradient_of_its_sequences_alone(attention: Any):
     """Σ −ln p / T + the mean over the sequences of their auxiliary losses, in both layouts."""

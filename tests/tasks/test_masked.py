@@ -16,12 +16,7 @@ import yaml
 from torch import nn
 
 from lit_effattn import LSTM, MaskedLanguageModel, Transformer
-from lit_effattn.attention import (
-    GatedDeltaNetAttention,
-    LinearAttention,
-    PerformerAttention,
-    SoftmaxAttention,
-)
+from lit_effattn.attention import GatedDeltaNetAttention, LinearAttention, PerformerAttention, SoftmaxAttention
 from lit_effattn.attention.positions import LearnedPositions
 from lit_effattn.cli import main
 from lit_effattn.datamodules import IGNORE, TextStream, TokenBatch

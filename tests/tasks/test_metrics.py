@@ -5,15 +5,7 @@ import pytest
 import torch
 
 from lit_effattn.tasks import metrics
-from lit_effattn.tasks.metrics import (
-    Accuracy,
-    BitsPerDim,
-    ErrorRate,
-    ExactMatch,
-    Mean,
-    NatsPerUnit,
-    Perplexity,
-)
+from lit_effattn.tasks.metrics import Accuracy, BitsPerDim, ErrorRate, ExactMatch, Mean, NatsPerUnit, Perplexity
 
 
 def test_sums_are_divided_once():
@@ -84,11 +76,7 @@ def test_no_graph_is_kept():
     assert not metric.total.requires_grad
 
 
-FIGURES = {
-    BitsPerDim: lambda mean: mean / math.log(2),
-    Perplexity: math.exp,
-    Mean: lambda mean: mean,
-}
+FIGURES = {BitsPerDim: lambda mean: mean / math.log(2), Perplexity: math.exp, Mean: lambda mean: mean}
 
 
 @pytest.mark.parametrize("kind", FIGURES)

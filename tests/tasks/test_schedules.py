@@ -79,8 +79,7 @@ def test_a_fraction_of_the_steps_of_the_run():
 
 
 @pytest.mark.parametrize(
-    ("warmup_steps", "run_steps", "words"),
-    [(0, math.inf, "no limit in steps.*max_steps"), (9, 8, "9 must be below")],
+    ("warmup_steps", "run_steps", "words"), [(0, math.inf, "no limit in steps.*max_steps"), (9, 8, "9 must be below")]
 )
 def test_runs_without_a_limit_or_below_the_warmup_are_rejected(warmup_steps: int, run_steps: float, words: str):
     with pytest.raises(ValueError, match=words):

@@ -48,11 +48,7 @@ BACKBONES = {
     "lstm": lambda: LSTM(8, 2),
 }
 STACKING = partial(FrameStacking, factor=3)
-FRONT_ENDS = {
-    "none": None,
-    "stacking": STACKING,
-    "convolutions": partial(ConvSubsampling, factor=4, channels=2),
-}
+FRONT_ENDS = {"none": None, "stacking": STACKING, "convolutions": partial(ConvSubsampling, factor=4, channels=2)}
 
 
 def model(backbone: str = "linear", phones: tuple[str, ...] = PHONES, **options: Any) -> SpeechRecognizer:

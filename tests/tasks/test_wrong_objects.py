@@ -67,10 +67,7 @@ def test_targets_beyond_the_vocabulary_and_scored_padding(read: Callable[[torch.
             lambda: LanguageModel(Transformer(8, 2, 1), 10)(IDS),
             "a Tensor, not a TokenBatch with the fields inputs, targets;",
         ),
-        (
-            lambda: Transformer(8, 2, 1, attention="LinearAttention"),
-            "attention='LinearAttention' must be a class",
-        ),
+        (lambda: Transformer(8, 2, 1, attention="LinearAttention"), "attention='LinearAttention' must be a class"),
         (
             lambda: Transformer(8, 2, 1, attention=[LinearAttention(8, 2, True)]),
             r"object of LinearAttention;.*partial\(LinearA",

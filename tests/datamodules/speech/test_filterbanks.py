@@ -3,12 +3,7 @@ import pytest
 import torch
 
 from lit_effattn.datamodules import Filterbanks
-from lit_effattn.datamodules.speech.filterbanks import (
-    RunningNormalization,
-    StreamingFilterbanks,
-    moments,
-    normalized,
-)
+from lit_effattn.datamodules.speech.filterbanks import RunningNormalization, StreamingFilterbanks, moments, normalized
 
 
 def sound(n, seed=0):

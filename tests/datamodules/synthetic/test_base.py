@@ -7,14 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from lit_effattn.datamodules import (
-    AssociativeRecall,
-    CopyTask,
-    DialogueTask,
-    RetrievalTask,
-    SortingTask,
-    StateTracking,
-)
+from lit_effattn.datamodules import AssociativeRecall, CopyTask, DialogueTask, RetrievalTask, SortingTask, StateTracking
 
 SMALL = {"batch_size": 4, "n_train": 16, "n_val": 16, "n_test": 16}
 FACTS = {"n_facts": 9, "n_near": 2, "n_far": 2, "n_keys": 40}

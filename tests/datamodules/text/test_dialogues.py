@@ -26,11 +26,7 @@ FILM = {
     "3": "They return.",
     "index": 7,
 }
-SECTIONS = [
-    "cast: Ann as Bo, Cy as Di\ndirector: Ed\nmovieName: Up\nyear: 1999\nrating:",
-    "Bo meets Di.",
-    "They part.",
-]
+SECTIONS = ["cast: Ann as Bo, Cy as Di\ndirector: Ed\nmovieName: Up\nyear: 1999\nrating:", "Bo meets Di.", "They part."]
 HISTORY = [(0, "Hi"), (0, "\nhey\n you "), (0, " "), (1, "Bo!"), (1, "yes"), (2, "sad…")]
 TURNS = ["Hi", "hey you", "Bo!", "yes", "sad…"]
 

@@ -16,17 +16,9 @@ import pytest
 import torch
 
 from lit_effattn.datamodules import IGNORE, TextStream
-from lit_effattn.datamodules.text import (
-    sources as text_sources,
-)
-from lit_effattn.datamodules.text import (
-    text_stream as text,
-)
-from lit_effattn.datamodules.text import (
-    token_store,
-    tokenization,
-    tokenizers,
-)
+from lit_effattn.datamodules.text import sources as text_sources
+from lit_effattn.datamodules.text import text_stream as text
+from lit_effattn.datamodules.text import token_store, tokenization, tokenizers
 from lit_effattn.datamodules.text.tokenizers import Tokenizer
 from tests.datamodules.hugging_face import REAL, fake_datasets, write_rows
 from tests.datamodules.lightning_runs import fit

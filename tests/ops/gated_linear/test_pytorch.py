@@ -5,10 +5,7 @@ from itertools import product
 import pytest
 import torch
 
-from lit_effattn.ops.gated_linear.pytorch import (
-    gated_linear_attention,
-    gated_linear_step,
-)
+from lit_effattn.ops.gated_linear.pytorch import gated_linear_attention, gated_linear_step
 from lit_effattn.ops.runtime import cpp_build
 from tests.support.gated_linear import DECAYS, RULES, assert_defined, by_position, definition, inputs
 from tests.support.kernels import check_operators

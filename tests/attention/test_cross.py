@@ -59,9 +59,6 @@ def redraw(module: CrossAttention) -> None:
     module.redraw(torch.Generator().manual_seed(5))
 
 
-# ----------------------------------------------------------------------------------------------------- what is computed
-
-
 @pytest.mark.parametrize("garbage", [100.0, torch.nan, torch.inf])
 def test_each_row_reads_its_own_source(garbage: float):
     """By the definition of a row alone, without padding; outputs and all gradients."""
@@ -128,21 +125,6 @@ def test_the_parameters_are_those_of_softmax():
     assert shapes == [shapes[0]] * len(KINDS)
 
 
-@pytest.mark.parametrize("features", ["positive", "hyperbolic", "trigonometric"])
-def test_many_features_come_near_to_softmax(features: str):
-    softmax = made("softmax")
-    x, read, lengths = target(2) / 4, source(2, 9) / 4, torch.tensor([9, 5])
-    expected, _ = softmax(x, softmax.remember(read, lengths))
-    errors = []
-    for n_features in (64, 64 * 256):
-        performer = PerformerCrossAttention(E, H, D_SOURCE, n_features=n_features, features=features).double()
-        performer.load_state_dict(softmax.state_dict(), strict=False)
-        y, _ = performer(x, performer.remember(read, lengths))
-        errors.append(((y - expected).norm() / expected.norm()).item())
-    assert errors[1] < 0.01
-    assert errors[1] < errors[0] / 6  # by chance 16 times smaller
-
-
 def test_dropout_is_of_weights_and_in_training_alone():
     """Of 400 equal values a half is dropped and the rest doubled: the mean is as before, but for a twentieth."""
     module = SoftmaxCrossAttention(E, H, dropout=0.5)
@@ -170,9 +152,6 @@ def test_weights_are_those_of_the_output():
         assert_close(half[:2].sum(-1), torch.ones(2, H, 4), rtol=0, atol=1e-4)
 
 
-# ------------------------------------------------------------------------------------------------------------ positions
-
-
 def test_rotary_positions_do_not_turn_what_reads_a_source():
     """A window of 1 sees nothing but the position itself, so equal inputs read the same at all positions."""
     for name in KINDS:
@@ -185,9 +164,6 @@ def test_rotary_positions_do_not_turn_what_reads_a_source():
         y, state = model(x.expand(-1, 7, -1), state)
         z, _ = model(x, state)
         assert_close(torch.cat([y, z], 1), y[:, :1].expand(-1, 8, -1))
-
-
-# ------------------------------------------------------------------------------------------------------------ the state
 
 
 def test_the_size_of_a_state():
@@ -225,9 +201,6 @@ def test_sums_of_autocast_are_float32():
         assert y.dtype == torch.bfloat16
 
 
-# ------------------------------------------------------------------------------------------------------------ redrawing
-
-
 def test_a_source_from_before_a_redraw_is_refused():
     for name in PERFORMERS:
         module, x, read = made(name), target(2), source(2)
@@ -263,9 +236,6 @@ def test_a_redraw_does_not_matter_without_a_source():
         for state in (empty, lost):
             assert (module(x, state)[0] == 0).all()
         assert_same(module.reset(old, rows), module.initial_state(2))
-
-
-# --------------------------------------------------------------------------------------------------- what is refused
 
 
 def test_a_bad_source_is_named():

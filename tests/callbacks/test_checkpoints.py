@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader
 from lit_effattn.callbacks import LastCheckpoint, StopOnSignal, Stopped
 from lit_effattn.checkpoints.io import AtomicCheckpointIO, read_checkpoint
 from lit_effattn.distributed.sharding import ShardedStrategy
-from tests.callbacks.tiny import Tiny, loader, trainer
+from tests.callbacks.tiny import Send, Tiny, loader, trainer
 from tests.faults.comparison import compare_checkpoints
 
 # --------------------------------------------------------------------------------------------------- LastCheckpoint
@@ -136,15 +136,6 @@ class KilledIO(AtomicCheckpointIO):
         super().save_checkpoint(checkpoint, path, storage_options)
 
 
-class SignalAt(pl.Callback):
-    def __init__(self, step: int) -> None:
-        self.step = step
-
-    def on_train_batch_start(self, trainer, *_):
-        if trainer.global_step == self.step:
-            signal.raise_signal(signal.SIGTERM)
-
-
 @pytest.mark.parametrize(
     "options",
     [
@@ -182,7 +173,7 @@ def test_a_run_that_is_killed_or_stopped_ends_with_the_same_ones(options: dict[s
     assert writes >= 6
     for step in range(9):
         with pytest.raises(Stopped):
-            fit(tmp_path / f"stopped_{step}", SignalAt(step))
+            fit(tmp_path / f"stopped_{step}", Send(step, signal.SIGTERM, hook="on_train_batch_start"))
         stops.append(tmp_path / f"stopped_{step}")
     for folder in stops:
         fit(folder)
@@ -207,13 +198,8 @@ class Written(AtomicCheckpointIO):
 
 def test_each_is_written_once(tmp_path: Path):
     """Though the epoch ends at its step, and a validation before that is interrupted."""
-
-    class Signal(pl.Callback):
-        def on_validation_batch_start(self, *_):
-            signal.raise_signal(signal.SIGTERM)
-
     names = []
-    for callbacks in ([Signal()], []):
+    for callbacks in ([Send(3, signal.SIGTERM, hook="on_validation_batch_start")], []):
         keep = LastCheckpoint(keep=2, keep_every_n_train_steps=3)
         run = trainer(tmp_path, [StopOnSignal(), *callbacks, keep], max_epochs=1)
         run.strategy.checkpoint_io = written = Written()
@@ -288,19 +274,16 @@ def test_a_kept_checkpoint_is_deleted_when_the_next_is_whole(tmp_path: Path):
 
 
 def test_a_stop_waits_for_the_checkpoint_before_a_job_is_requeued(tmp_path: Path):
-    class Signal(pl.Callback):
-        def on_train_batch_start(self, *_):
-            signal.raise_signal(signal.SIGTERM)
-
+    class Look(pl.Callback):
         def on_exception(self, *_):  # after that of StopOnSignal
             self.step = read_checkpoint(tmp_path / "checkpoints" / "last.ckpt")["global_step"]
 
-    stop = Signal()
-    run = trainer(tmp_path, [StopOnSignal(), stop, LastCheckpoint(asynchronous=True)], max_steps=4)
+    send, look = Send(0, signal.SIGTERM, hook="on_train_batch_start"), Look()
+    run = trainer(tmp_path, [StopOnSignal(), send, look, LastCheckpoint(asynchronous=True)], max_steps=4)
     run.strategy.checkpoint_io = Slow()
     with pytest.raises(Stopped):
         run.fit(Tiny(), loader(4))
-    assert stop.step == 1
+    assert look.step == 1
 
 
 def test_runs_that_cannot_save_so_are_refused(tmp_path: Path):

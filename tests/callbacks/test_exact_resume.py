@@ -42,9 +42,6 @@ CELLS = pairwise(
 )
 
 
-# ------------------------------------------------------------------------------------------------ what is trained
-
-
 class Levels(Dataset):
     """Images of 2×3 levels. An item is a batch."""
 
@@ -81,9 +78,6 @@ def parts(task: str, schedule: str) -> tuple[pl.LightningModule, Any, Any]:
     data = SortingTask(9, n_types=3, segment_len=3, batch_size=2, n_train=4, n_val=2)
     backbone = Transformer(8, 2, 1, attention=LinearAttention, positions=None, dropout=0.2)
     return LanguageModel(backbone, data.vocab_size, **options), data.train_dataloader(), data.val_dataloader()
-
-
-# ------------------------------------------------------------------------------------------------ how it is stopped
 
 
 class At(pl.Callback):
@@ -175,9 +169,6 @@ def where(moment: str, case: Case, timed: bool) -> dict[str, Any]:
         "during validation": validated[case.validation],
     }[moment]
     return {"epoch": epoch, "batch": batch}
-
-
-# ------------------------------------------------------------------------------------------------ the tests
 
 
 @pytest.mark.parametrize("task", BATCHES)

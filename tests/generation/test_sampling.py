@@ -205,12 +205,6 @@ def test_pairs_come_as_often_as_the_model_says():
     assert ((expected.view(3, 3) - product_of_marginals) ** 2 / product_of_marginals).sum() > 100  # b depends on a
 
 
-def test_progress_sees_every_step():
-    steps: list[int] = []
-    generate(*parts(), torch.zeros(1, 2, dtype=torch.long), 4, progress=lambda of: steps.extend(of) or of)
-    assert steps == [0, 1, 2, 3]
-
-
 # ---------------------------------------------------------------------------------------------------- a first state
 
 CROSS = {"softmax": SoftmaxCrossAttention, "window": PerformerCrossAttention, "linear": LinearCrossAttention}

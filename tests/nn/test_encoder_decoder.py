@@ -212,9 +212,6 @@ def test_weights_of_the_attention_to_the_source(kind: type):
         assert (weights[1, ..., 3:] == 0).all()
 
 
-# ----------------------------------------------------------------------------------------------------------- the state
-
-
 def test_a_state_survives_a_checkpoint():
     """Also one from which nothing has been read yet; the example has no source."""
     for max_len, begun in itertools.product([None, 9], [False, True]):
@@ -258,9 +255,6 @@ def _joined(a, b):
         return torch.cat([a, b])
     parts = [_joined(s, t) for s, t in zip(a, b, strict=True)]
     return type(a)(*parts) if hasattr(a, "_fields") else tuple(parts)
-
-
-# --------------------------------------------------------------------------------------------------- what is refused
 
 
 def test_it_does_not_run_without_a_source(monkeypatch: pytest.MonkeyPatch):

@@ -29,9 +29,6 @@ def random_buckets(n: int, n_buckets: int, lengths: list[int]) -> torch.Tensor:
     return buckets
 
 
-# ------------------------------------------------------------------------------------------------------------ hashing
-
-
 def test_without_columns_all_fall_together():
     assert torch.equal(hash_buckets(torch.randn(1, H, 5, 4), torch.empty(R, H, 4, 0)), torch.zeros(1, H, R, 5).long())
 
@@ -46,9 +43,6 @@ def test_near_vectors_fall_together_more_often():
     assert together[0] > 0.85
     assert together[0] > together[1] + 0.2 > together[2] + 0.4
     assert together[2] == pytest.approx(1 / 8, abs=0.05)
-
-
-# ------------------------------------------------------------------------------------------------------------- chunks
 
 
 def test_sorted_chunks_one_position_after_the_other():
@@ -106,9 +100,6 @@ def test_the_newest_of_a_bucket(c: int):
         assert sorted(slots[slots >= 0].tolist()) == [
             4 * c + r - (count // c - 1) * c for r in range(count) if r // c >= count // c - 1
         ]
-
-
-# ---------------------------------------------------------------------------------------------------------- attention
 
 
 def by_definition(x: torch.Tensor, v: torch.Tensor, places: torch.Tensor, n_buckets: int, causal: bool) -> torch.Tensor:

@@ -100,14 +100,11 @@ def test_several_sequences_in_a_row_are_refused():
         made.objective(TokenBatch(tokens, tokens, starts=tokens > 1))
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
+def test_wrong_settings_are_named():
+    for options, message in [
         ({"n_targets": 0}, "n_targets=0"),
         ({"n_targets": 2, "target_weight": -1.0}, "target_weight=-1.0"),
         ({"intermediate_losses": True}, "intermediate_losses=True needs a Transformer, not LSTM"),
-    ],
-)
-def test_wrong_settings_are_named(options: dict, message: str):
-    with pytest.raises(ValueError, match=message):
-        LanguageModel(LSTM(8, 1), V, **options)
+    ]:
+        with pytest.raises(ValueError, match=message):
+            LanguageModel(LSTM(8, 1), V, **options)

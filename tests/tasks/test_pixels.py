@@ -204,11 +204,6 @@ def test_nothing_left_to_draw():
         model().sample(given=images(1))
 
 
-def test_a_backbone_that_sees_the_future():
-    with pytest.raises(ValueError, match=r"causal=False.*causal=True"):
-        PixelModel(Transformer(8, 2, 1, causal=False), SHAPE, LEVELS)
-
-
 # ------------------------------------------------------------------------------------------------------ checkpoints
 
 

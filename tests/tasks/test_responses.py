@@ -105,15 +105,12 @@ def test_scores_compare_words():
     }
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
+def test_wrong_options():
+    for options, message in [
         ({"response_metrics": ["meteor"]}, "response_metrics='meteor' is not one of f1, rouge_l, exact"),
         ({"eval_window": 4}, "eval_window=4: responses are written from a memory"),
         ({"beam": 0}, "beam=0 must be at least 1"),
         ({"max_response_len": 0}, "max_response_len=0 must be at least 1"),
-    ],
-)
-def test_wrong_options(options: dict[str, Any], message: str):
-    with pytest.raises(ValueError, match=message):
-        model(**options)
+    ]:
+        with pytest.raises(ValueError, match=message):
+            model(**options)

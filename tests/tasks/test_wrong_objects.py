@@ -51,9 +51,8 @@ def test_targets_beyond_the_vocabulary_and_scored_padding(read: Callable[[torch.
             read(PADDED.masked_fill(PADDED == 1, value))
 
 
-@pytest.mark.parametrize(
-    ("mistake", "words"),
-    [
+def test_wrong_objects():
+    for mistake, words in [
         (
             lambda: pixels()(torch.rand(2, 6)),
             r"dtype torch\.float32, not integer levels 0 … 3.*\(x \* 3\)\.round\(\)\.long\(\)",
@@ -61,6 +60,8 @@ def test_targets_beyond_the_vocabulary_and_scored_padding(read: Callable[[torch.
         (lambda: pixels().sample(given=torch.rand(2, 3)), r"dtype torch\.float32"),
         (lambda: pixels()([IDS, IDS]), "batch is a list, not a tensor of levels.*without classes"),
         (lambda: PixelModel(Transformer, (2, 3, 1)), r"backbone is the class Transformer.*Transformer\(128, 4, 2\)"),
+        (lambda: PixelModel(Transformer(8, 2, 1, causal=False), (2, 3, 1)), r"causal=False.*causal=True"),
+        (lambda: LanguageModel(Transformer(8, 2, 1, causal=False), 10), "causal=False"),
         (lambda: LanguageModel(IDS, 10), r"backbone is a Tensor, not a module"),
         (lambda: SpeechRecognizer(IDS, 40, ["a"]), r"backbone is a Tensor, not a module"),
         (
@@ -77,8 +78,6 @@ def test_targets_beyond_the_vocabulary_and_scored_padding(read: Callable[[torch.
             "dataset must be a name, but is a TensorDataset.*loader of your own",
         ),
         (lambda: PixelSequences([IDS]), "dataset must be a name, but is a list"),
-    ],
-)
-def test_wrong_objects(mistake: Callable[[], Any], words: str):
-    with pytest.raises(ValueError, match=words):
-        mistake()
+    ]:
+        with pytest.raises(ValueError, match=words):
+            mistake()

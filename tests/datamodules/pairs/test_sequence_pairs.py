@@ -63,9 +63,8 @@ def of_split(options, split):
 # Arguments
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
+def test_bad_arguments_are_refused():
+    for options, message in [
         ({"corpus": "wmt"}, "corpus='wmt'.*cmudict, files, huggingface"),
         ({"source_tokens": "runes"}, "source_tokens='runes'.*bytes, characters"),
         ({"target_tokens": "runes"}, "target_tokens='runes'.*bytes, characters"),
@@ -86,11 +85,9 @@ def of_split(options, split):
         ({"target_tokens": "bpe", "vocab_size": 256}, "vocab_size=256.*at least 257.*target_tokens='bpe'"),
         ({"vocab_size": 2}, "vocab_size=2.*at least 3.*target_tokens='words'"),
         ({"joint": True}, "joint=True.*source_tokens='characters'.*target_tokens='words'"),
-    ],
-)
-def test_bad_arguments_are_refused(options, message):
-    with pytest.raises(ValueError, match=message):
-        SequencePairs(**options)
+    ]:
+        with pytest.raises(ValueError, match=message):
+            SequencePairs(**options)
 
 
 def test_bytes_need_no_data():

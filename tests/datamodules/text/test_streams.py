@@ -14,22 +14,11 @@ DOCUMENTS = [(1,), (2,), (5,), (1, 1), (7, 3), (4, 1, 6), (3, 3, 3), (13, 2, 8, 
 SETTINGS = list(itertools.product(DOCUMENTS, (1, 2, 3, 64), (1, 2, 7), (1, 3), (False, True)))
 
 
-def streams(
-    sizes, segment_len, batch_size, world=1, rank=0, *, joined=False, drop_last=False, packed=False, kind=TokenStreams
-):
+def streams(sizes, segment_len, batch_size, world=1, rank=0, *, kind=TokenStreams, **options):
     borders = np.concatenate([[0], np.cumsum(sizes)])
-    return kind(
-        np.arange(borders[-1], dtype=np.uint16),
-        borders,
-        start=START,
-        segment_len=segment_len,
-        batch_size=batch_size,
-        num_replicas=world,
-        rank=rank,
-        joined=joined,
-        drop_last=drop_last,
-        packed=packed,
-    )
+    options = {"joined": False, "drop_last": False, "packed": False, "num_replicas": world, "rank": rank, **options}
+    tokens = np.arange(borders[-1], dtype=np.uint16)
+    return kind(tokens, borders, start=START, segment_len=segment_len, batch_size=batch_size, **options)
 
 
 def batches(*args, **options):

@@ -16,8 +16,6 @@ from lit_effattn.distributed.sharding import ShardedStrategy
 from tests.callbacks.tiny import Send, Tiny, loader, trainer
 from tests.faults.comparison import compare_checkpoints
 
-# --------------------------------------------------------------------------------------------------- LastCheckpoint
-
 
 class Watch(pl.Callback):
     """Takes down what `last.ckpt` holds when a batch begins, and whether validation was over when it was saved."""
@@ -75,9 +73,6 @@ def test_a_resumed_run_does_not_save_within_its_first_step(tmp_path: Path):
 def test_nothing_is_saved_in_a_trial(tmp_path: Path):
     trainer(tmp_path, [LastCheckpoint(1)], fast_dev_run=2).fit(Tiny(), loader(3), loader(1))
     assert not list(tmp_path.rglob("*.ckpt"))
-
-
-# ------------------------------------------------------------------------------------------------ LastCheckpoint(keep)
 
 
 def kept(folder: Path) -> dict[int, float]:
@@ -233,9 +228,6 @@ def test_wrong_options_are_named():
     }.items():
         with pytest.raises(ValueError, match=words):
             LastCheckpoint(**options)
-
-
-# ---------------------------------------------------------------------------------------- LastCheckpoint(asynchronous)
 
 
 class Slow(AtomicCheckpointIO):

@@ -296,13 +296,13 @@ def by_torch_compile(monkeypatch: pytest.MonkeyPatch, backend: Any) -> None:
     monkeypatch.setattr(generation, "BACKEND", backend)
 
 
-def around(backbone: SequenceModule, vocabulary: int = 7):
+def around(backbone: SequenceModule, vocabulary: int = 7, dtype: torch.dtype = torch.double):
     """Return `backbone` between an embedding and a head whose distributions are far from uniform."""
     torch.manual_seed(2)
-    embed, head = nn.Embedding(vocabulary, backbone.d_input).double(), CategoricalHead(backbone.d_model, vocabulary)
+    embed, head = nn.Embedding(vocabulary, backbone.d_input), CategoricalHead(backbone.d_model, vocabulary)
     with torch.no_grad():
         head.proj.weight.mul_(5)
-    return backbone, embed, head.double()
+    return backbone, embed.to(dtype), head.to(dtype)
 
 
 @pytest.mark.parametrize("case", of_kinds(CAUSAL))

@@ -130,9 +130,6 @@ def test_the_training_loss_is_left_out_of_what_is_compiled():
     ]
 
 
-# ------------------------------------------------------------------------------------------------------ the embedding
-
-
 @settings
 def test_every_token_has_its_vector(cutoffs: list[int], div_value: float):
     embedding = shaken(AdaptiveEmbedding(V, D, cutoffs=cutoffs, div_value=div_value).double())
@@ -223,9 +220,6 @@ def test_embedding_and_loss_compile():
     torch.testing.assert_close(torch.compile(loss, backend="aot_eager", fullgraph=True)(tokens), loss(tokens))
 
 
-# ---------------------------------------------------------------------------------------------------------------- tied
-
-
 def tied() -> nn.ModuleDict:
     head = AdaptiveHead(D, V, cutoffs=CUTOFFS, div_value=2.0)
     embedding = AdaptiveEmbedding(V, D, cutoffs=CUTOFFS, div_value=2.0)
@@ -285,9 +279,6 @@ def test_what_does_not_fit_is_not_tied():
             head.tie(embedding)
 
 
-# ----------------------------------------------------------------------------------------------------- label smoothing
-
-
 def test_smoothing_spreads_the_target():
     """The cross-entropy with a distribution: 1 − ε on the target, and ε / n_levels on every level, the target too."""
     for kind in [CategoricalHead, MixtureOfLogisticsHead, partial(AdaptiveHead, cutoffs=CUTOFFS, div_value=2.0)]:
@@ -301,9 +292,6 @@ def test_smoothing_spreads_the_target():
         for bad in (-0.1, 1.0):
             with pytest.raises(ValueError, match=f"label_smoothing={bad}"):
                 head.loss(h, target, bad)
-
-
-# --------------------------------------------------------------------------------------------------------------- errors
 
 
 @pytest.mark.parametrize("kind", [AdaptiveEmbedding, lambda n, d, **options: AdaptiveHead(d, n, **options)])

@@ -56,9 +56,6 @@ def by_definition(made: SequenceClassifier, row: Tensor, embedded: Tensor, pooli
     return np.exp(logits) / np.exp(logits).sum()
 
 
-# --------------------------------------------------------------------------------------------------- probabilities
-
-
 @pytest.mark.parametrize(
     ("backbone", "pooling"), [*((name, "mean") for name in BACKBONES), ("softmax", "last"), ("lstm", "last")]
 )
@@ -109,9 +106,6 @@ def test_neighbouring_levels_may_start_alike():
     assert weight.square().mean().item() == pytest.approx(0.25, rel=0.1)
     alike = torch.nn.functional.cosine_similarity(weight[10:11], weight)
     assert alike[9] > alike[7] > alike[20]
-
-
-# ------------------------------------------------------------------------------------------------- loss and scores
 
 
 def test_loss_by_definition():
@@ -219,9 +213,6 @@ def test_any_data_set_of_x_and_y_trains_a_model_that_its_checkpoint_rebuilds(tmp
     torch.testing.assert_close(torch.cat([part["probability"] for part in predictions]), p)
 
 
-# ------------------------------------------------------------------------------------------------------ predictions
-
-
 def table(path: Path) -> list[dict[str, str]]:
     with path.open(encoding="utf-8", newline="") as file:
         return list(csv.DictReader(file))
@@ -266,9 +257,6 @@ def test_predictions_without_labels_are_written_without_them(tmp_path: Path):
     assert [line["index"] for line in lines] == ["0", "1"]
     assert lines[0].keys() == {"index", "class", "probability"}
     assert not (tmp_path / "confusion.png").exists()
-
-
-# --------------------------------------------------------------------------------------------------- what is refused
 
 
 def test_bad_options_are_refused():

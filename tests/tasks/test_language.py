@@ -212,9 +212,6 @@ def test_the_embedding_is_scaled():
         assert made(given)[0, 0].item() == pytest.approx(conditionals(made, given)[0][0])
 
 
-# --------------------------------------------------------------------------------------------------------- generation
-
-
 @pytest.mark.parametrize(
     ("attention", "compile"),
     [
@@ -244,9 +241,6 @@ def test_a_tokenizer_comes_with_the_model():
         _ = model().text
 
 
-# ----------------------------------------------------------------------------------------------------------- training
-
-
 @pytest.mark.exhaustive
 def test_copying_is_learned(tmp_path):
     """The loss falls far below ln 3 = 1.0986, which is what a model that does not look back scores."""
@@ -271,9 +265,6 @@ def test_a_checkpoint_builds_the_model_again(tmp_path):
         assert torch.equal(again(batch()), made.eval()(batch()))
     assert again.monitor == "val/bits_per_byte"
     assert again.head.proj.weight is again.embedding.weight
-
-
-# ------------------------------------------------------------------------------------------------------------- errors
 
 
 def test_wrong_settings_are_named():

@@ -154,9 +154,6 @@ def test_equal_shapes_are_not_one_vocabulary():
         )
 
 
-# ------------------------------------------------------------------------------------------------------- the outputs
-
-
 @torch.no_grad()
 def greedy(made: SequenceToSequence, source: Tensor) -> list[int]:
     """The likeliest token after each prefix, each read from the start, up to the end token or source + 50."""

@@ -286,9 +286,6 @@ def test_a_damaged_index(source, tmp_path, damage):
         TokenStore(tmp_path / "out").n_tokens("train")
 
 
-# Training
-
-
 def loader(folder, seed=3, num_workers=0, documents="apart"):
     options = {"segment_len": 8, "batch_size": 4, "shuffle_seed": seed, "num_workers": num_workers}
     return TextStream("prepared", root=str(folder), documents=documents, **options).train_dataloader()

@@ -170,9 +170,6 @@ def test_too_little_text_is_refused():
     streams((6, 4), 11, 1)  # evaluation pads
 
 
-# Going on
-
-
 def loader(world=1, batch_size=2, segment_len=3, size=50):
     made = streams((size,), segment_len, batch_size, world, drop_last=True)
     return StreamLoader(made, batch_size=None, sampler=InOrder(made))

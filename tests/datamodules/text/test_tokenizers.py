@@ -149,9 +149,6 @@ def test_a_damaged_spec_is_refused(spec):
     assert len(str(caught.value)) < 400
 
 
-# Those of pretrained models
-
-
 def like_llamas(**more) -> dict:
     """The content of tokenizer.json: words begin with ▁, a text's first word too, and <s> is put before a text."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors

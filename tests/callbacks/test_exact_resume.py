@@ -133,16 +133,10 @@ class Case:
             LastCheckpoint(),
             ModelCheckpoint(folder / "checkpoints", "best", model.monitor, save_on_train_epoch_end=False),
         ]
-        run = trainer(
-            folder,
-            callbacks,
-            logger=CSVLogger(folder, name="csv"),
-            log_every_n_steps=1,
-            accumulate_grad_batches=self.accumulate,
-            val_check_interval={"each epoch": 1.0, "within epochs": 4, "across epochs": 11}[self.validation],
-            check_val_every_n_epoch=None if self.validation == "across epochs" else 1,
-            **limits,
-        )
+        options: dict[str, Any] = {"log_every_n_steps": 1, "accumulate_grad_batches": self.accumulate, **limits}
+        options["val_check_interval"] = {"each epoch": 1.0, "within epochs": 4, "across epochs": 11}[self.validation]
+        options["check_val_every_n_epoch"] = None if self.validation == "across epochs" else 1
+        run = trainer(folder, callbacks, logger=CSVLogger(folder, name="csv"), **options)
         last = folder / "checkpoints" / "last.ckpt"
         run.fit(model, train, val, ckpt_path=last if last.exists() else None, weights_only=True)
         assert len(train) == self.batches

@@ -307,11 +307,8 @@ def test_a_skipped_step_leaves_no_older_memory(tmp_path):
             if trainer.global_step == 3:
                 pl_module.memory = None
 
-        def on_train_batch_end(self, trainer, *_: Any) -> None:
-            if trainer.global_step == 4:
-                trainer.save_checkpoint(tmp_path / "skipped.ckpt")
-
-    fit = trainer(tmp_path, [MemoryCarry(), Forget()], max_epochs=1, val_check_interval=1)
+    callbacks = [MemoryCarry(), Forget(), Save(4, tmp_path / "skipped.ckpt")]
+    fit = trainer(tmp_path, callbacks, max_epochs=1, val_check_interval=1)
     fit.fit(model(), loader(6), loader(2, seed=9))
     assert torch.load(tmp_path / "skipped.ckpt", weights_only=True)["memory_carry"] == [None]
 

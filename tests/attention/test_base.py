@@ -248,6 +248,9 @@ def test_a_kind_of_ones_own_may_have_a_module_called_dropout():
     assert isinstance(Mine(E, H, True).dropout, torch.nn.Dropout)
 
 
+# --------------------------------------------------------------------------------------- heads that processes divide
+
+
 def test_a_process_computes_its_heads():
     """The features of the second half of the heads, and a state of these alone."""
     attention = PerformerAttention(8, 4, n_features=6)

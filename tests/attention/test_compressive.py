@@ -173,6 +173,17 @@ def test_the_loss_has_at_least_float32():
         assert attention(x)[1].loss.dtype == attention.initial_state(2).loss.dtype == torch.float32
 
 
+def test_evaluation_with_another_memory():
+    changed, fresh = make(), make(mem_len=7, clamp_len=5)
+    states = [make(mem_len=8).initial_state(2, max_len=max_len) for max_len in (None, 50)]
+    changed.set_memory(7, 5)
+    x = torch.randn(2, 30, E, dtype=torch.float64)
+    assert torch.equal(changed(x)[0], fresh(x)[0])
+    for state in states:
+        with pytest.raises(ValueError, match=r"mem_len=7.*start with state=None"):
+            changed(x, state)
+
+
 def test_what_a_call_makes_grows_with_its_length():
     attention = make(chunk_size=8)
 

@@ -9,7 +9,14 @@ import torch
 from torch import Tensor
 
 from lit_effattn import Transformer, sequence
-from lit_effattn import attention as kinds
+from lit_effattn.attention import (
+    CrossAttention,
+    LinearCrossAttention,
+    PerformerCrossAttention,
+    SoftmaxAttention,
+    SoftmaxCrossAttention,
+    cross,
+)
 from lit_effattn.attention.positions import RotaryPositions
 from lit_effattn.laws.subject import gradients
 from tests.laws import definitions
@@ -22,21 +29,21 @@ E, H, D_SOURCE = 8, 2, 6
 class Kind(NamedTuple):
     """A cross-attention and its definition, (module, x, source) -> y."""
 
-    make: Callable[..., kinds.CrossAttention]
-    definition: Callable[[kinds.CrossAttention, Tensor, Tensor], Tensor]
+    make: Callable[..., CrossAttention]
+    definition: Callable[[CrossAttention, Tensor, Tensor], Tensor]
 
 
 KINDS = {
-    "softmax": Kind(kinds.SoftmaxCrossAttention, definitions.softmax_cross),
-    "linear": Kind(kinds.LinearCrossAttention, definitions.linear_cross),
-    "performer": Kind(kinds.PerformerCrossAttention, definitions.performer_cross),
-    "relu": Kind(partial(kinds.PerformerCrossAttention, features="relu"), definitions.performer_cross),
+    "softmax": Kind(SoftmaxCrossAttention, definitions.softmax_cross),
+    "linear": Kind(LinearCrossAttention, definitions.linear_cross),
+    "performer": Kind(PerformerCrossAttention, definitions.performer_cross),
+    "relu": Kind(partial(PerformerCrossAttention, features="relu"), definitions.performer_cross),
 }
 EFFICIENT = ["linear", "performer", "relu"]
 PERFORMERS = ["performer", "relu"]
 
 
-def made(name: str, d_source: int | None = D_SOURCE) -> kinds.CrossAttention:
+def made(name: str, d_source: int | None = D_SOURCE) -> CrossAttention:
     return KINDS[name].make(E, H, d_source).double().eval()
 
 
@@ -48,8 +55,11 @@ def source(rows: int = 3, n: int = 5) -> Tensor:
     return 2 * torch.randn(rows, n, D_SOURCE, dtype=torch.float64)
 
 
-def redraw(module: kinds.CrossAttention) -> None:
+def redraw(module: CrossAttention) -> None:
     module.redraw(torch.Generator().manual_seed(5))
+
+
+# ----------------------------------------------------------------------------------------------------- what is computed
 
 
 @pytest.mark.parametrize("garbage", [100.0, torch.nan, torch.inf])
@@ -118,9 +128,24 @@ def test_the_parameters_are_those_of_softmax():
     assert shapes == [shapes[0]] * len(KINDS)
 
 
+@pytest.mark.parametrize("features", ["positive", "hyperbolic", "trigonometric"])
+def test_many_features_come_near_to_softmax(features: str):
+    softmax = made("softmax")
+    x, read, lengths = target(2) / 4, source(2, 9) / 4, torch.tensor([9, 5])
+    expected, _ = softmax(x, softmax.remember(read, lengths))
+    errors = []
+    for n_features in (64, 64 * 256):
+        performer = PerformerCrossAttention(E, H, D_SOURCE, n_features=n_features, features=features).double()
+        performer.load_state_dict(softmax.state_dict(), strict=False)
+        y, _ = performer(x, performer.remember(read, lengths))
+        errors.append(((y - expected).norm() / expected.norm()).item())
+    assert errors[1] < 0.01
+    assert errors[1] < errors[0] / 6  # by chance 16 times smaller
+
+
 def test_dropout_is_of_weights_and_in_training_alone():
     """Of 400 equal values a half is dropped and the rest doubled: the mean is as before, but for a twentieth."""
-    module = kinds.SoftmaxCrossAttention(E, H, dropout=0.5)
+    module = SoftmaxCrossAttention(E, H, dropout=0.5)
     x, state = torch.zeros(1, 1, E), module.remember(torch.ones(1, 400, E))
     expected = module.eval()(x, state)[0]
     assert torch.equal(module(x, state)[0], expected)
@@ -145,11 +170,14 @@ def test_weights_are_those_of_the_output():
         assert_close(half[:2].sum(-1), torch.ones(2, H, 4), rtol=0, atol=1e-4)
 
 
+# ------------------------------------------------------------------------------------------------------------ positions
+
+
 def test_rotary_positions_do_not_turn_what_reads_a_source():
     """A window of 1 sees nothing but the position itself, so equal inputs read the same at all positions."""
     for name in KINDS:
         model = Transformer(
-            E, H, 1, attention=partial(kinds.SoftmaxAttention, window=1), positions=RotaryPositions, init="pytorch",
+            E, H, 1, attention=partial(SoftmaxAttention, window=1), positions=RotaryPositions, init="pytorch",
             cross_attention=KINDS[name].make, d_source=D_SOURCE,
         ).double()  # fmt: skip
         state = model.remember(source(2), torch.tensor([5, 3]))
@@ -157,6 +185,9 @@ def test_rotary_positions_do_not_turn_what_reads_a_source():
         y, state = model(x.expand(-1, 7, -1), state)
         z, _ = model(x, state)
         assert_close(torch.cat([y, z], 1), y[:, :1].expand(-1, 8, -1))
+
+
+# ------------------------------------------------------------------------------------------------------------ the state
 
 
 def test_the_size_of_a_state():
@@ -194,6 +225,9 @@ def test_sums_of_autocast_are_float32():
         assert y.dtype == torch.bfloat16
 
 
+# ------------------------------------------------------------------------------------------------------------ redrawing
+
+
 def test_a_source_from_before_a_redraw_is_refused():
     for name in PERFORMERS:
         module, x, read = made(name), target(2), source(2)
@@ -213,7 +247,7 @@ def test_on_a_gpu_what_is_stale_is_nan(monkeypatch: pytest.MonkeyPatch):
         redraw(module)
         new = module.remember(read)
         mixed = chosen(torch.tensor([True, False]), new, old)
-        monkeypatch.setattr(kinds.cross, "reads_values", lambda t: False)
+        monkeypatch.setattr(cross, "reads_values", lambda t: False)
         y, _ = module(x, mixed)
         assert_close(y[0], module(x, new)[0][0])
         assert y[1].isnan().all()
@@ -231,6 +265,9 @@ def test_a_redraw_does_not_matter_without_a_source():
         assert_same(module.reset(old, rows), module.initial_state(2))
 
 
+# --------------------------------------------------------------------------------------------------- what is refused
+
+
 def test_a_bad_source_is_named():
     for shape, lengths, words in [
         ((2, 6), None, ["source", "(2, 6)", "(batch, length, 6)"]),
@@ -242,7 +279,7 @@ def test_a_bad_source_is_named():
         ((2, 3, 6), torch.tensor([-1, 2]), ["lengths", "[-1, 2]", "0 to 3"]),
     ]:
         for what in ["cross", "decoder"]:
-            kind: type = kinds.LinearCrossAttention
+            kind: type = LinearCrossAttention
             module = kind(E, H, 6) if what == "cross" else Transformer(E, H, 1, cross_attention=kind, d_source=6)
             with pytest.raises(ValueError, match=".*".join(map(re.escape, [type(module).__name__, *words]))):
                 module.remember(torch.zeros(shape), lengths)
@@ -251,18 +288,18 @@ def test_a_bad_source_is_named():
 def test_queries_and_keys_of_another_width():
     """As with fast-transformers' `query_dimensions`, or d_k in Vaswani et al. 2017, Table 3 (B): 3 a head."""
     for kind, definition in [
-        (kinds.LinearCrossAttention, definitions.linear_cross),
-        (kinds.SoftmaxCrossAttention, definitions.softmax_cross),
+        (LinearCrossAttention, definitions.linear_cross),
+        (SoftmaxCrossAttention, definitions.softmax_cross),
     ]:
-        kinds.cross = kind(E, H, D_SOURCE, d_qk=3 * H).double()
+        cross = kind(E, H, D_SOURCE, d_qk=3 * H).double()
         q_and_k = (E * 3 * H + 3 * H) + (D_SOURCE * 3 * H + 3 * H)
-        assert sum(p.numel() for p in kinds.cross.parameters()) == q_and_k + (D_SOURCE * E + E) + (E * E + E)
+        assert sum(p.numel() for p in cross.parameters()) == q_and_k + (D_SOURCE * E + E) + (E * E + E)
         x, source = torch.randn(2, 5, E).double(), torch.randn(2, 7, D_SOURCE).double()
-        state = kinds.cross.remember(source)
-        if kind is kinds.LinearCrossAttention:
-            assert state.kept.s.shape == kinds.cross.initial_state(2).kept.s.shape == (2, H, 3, E // H)
-        assert kinds.cross(x)[0].eq(0).all()  # no source
-        torch.testing.assert_close(kinds.cross(x, state)[0], definition(kinds.cross, x, source))
+        state = cross.remember(source)
+        if kind is LinearCrossAttention:
+            assert state.kept.s.shape == cross.initial_state(2).kept.s.shape == (2, H, 3, E // H)
+        assert cross(x)[0].eq(0).all()  # no source
+        torch.testing.assert_close(cross(x, state)[0], definition(cross, x, source))
         torch.testing.assert_close(
-            kinds.cross.attention_weights(x, source).sum(-1), torch.ones(2, H, 5).double(), atol=1e-5, rtol=0
+            cross.attention_weights(x, source).sum(-1), torch.ones(2, H, 5).double(), atol=1e-5, rtol=0
         )

@@ -356,7 +356,14 @@ def test_in_inference_mode_first():
     attention(x)[0].sum().backward()
 
 
-def test_softmax_within_segments_has_no_distances_to_clamp():
+def test_evaluation_with_another_memory():
+    changed, fresh = make(), make(mem_len=7, clamp_len=5)
+    state = make(mem_len=8).initial_state(2)
+    changed.set_memory(7, 5)
+    x = inputs(2, 30)
+    assert torch.equal(changed(x)[0], fresh(x)[0])
+    with pytest.raises(ValueError, match=r"mem_len=7.*start with state=None"):
+        changed(x, state)
     with pytest.raises(ValueError, match="clamp_len=3 with short_term='softmax'"):
         make(short_term="softmax").set_memory(0, clamp_len=3)
 

@@ -1,8 +1,10 @@
 import itertools
+import math
 from functools import partial
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 from lit_effattn import sequence
 from lit_effattn.attention import LSHAttention
@@ -10,6 +12,39 @@ from lit_effattn.ops.lsh import attend_in_chunks, hash_buckets
 from tests.support.tensor_sizes import Largest
 
 E, H = 12, 3
+
+
+def of_all(attention: LSHAttention, x: torch.Tensor) -> torch.Tensor:
+    """Softmax attention with shared queries and keys to all, or all earlier, positions but its own."""
+    b, n, _ = x.shape
+    q, v = (p(x).view(b, n, attention.n_heads, -1).transpose(1, 2) for p in (attention.q_proj, attention.v_proj))
+    scores = q @ F.normalize(q, dim=-1).transpose(-1, -2) / math.sqrt(attention.head_dim)
+    own = torch.eye(n).bool()
+    hidden = torch.ones(n, n).triu().bool() if attention.causal else own
+    hidden = hidden & ~(own & hidden.all(-1, keepdim=True))  # where there is no other
+    weights = scores.masked_fill(hidden, -torch.inf).softmax(-1)
+    return attention.out_proj((weights @ v).transpose(1, 2).flatten(2))
+
+
+def test_one_bucket_and_one_chunk_equal_full_attention():
+    for causal, n_hashes, n in itertools.product([True, False], [1, 3], [1, 2, 11]):
+        attention = LSHAttention(E, H, causal, n_hashes=n_hashes, n_buckets=1, chunk_size=11).double()
+        x = torch.randn(2, n, E, dtype=torch.float64)
+        torch.testing.assert_close(attention(x)[0], of_all(attention, x))
+
+
+def test_more_rounds_come_closer_to_full_attention():
+    for causal in [True, False]:
+        torch.manual_seed(0)
+        one = LSHAttention(32, 2, causal, n_hashes=1, n_buckets=8, chunk_size=16)
+        x = 3 * torch.randn(2, 128, 32)
+        errors = []
+        for n_hashes in (1, 2, 4, 8, 16):
+            attention = LSHAttention(32, 2, causal, n_hashes=n_hashes, n_buckets=8, chunk_size=16)
+            attention.load_state_dict({**one.state_dict(), "rotations": attention.rotations})
+            errors.append((attention(x)[0] - of_all(attention, x)).norm(dim=-1).mean().item())
+        assert all(b < 0.9 * a for a, b in itertools.pairwise(errors)), errors
+        assert errors[-1] < 0.25 * errors[0]
 
 
 def test_what_is_alone_sees_itself():
@@ -46,6 +81,9 @@ def test_hashing_is_in_float32():
     assert not torch.equal(rounded, expected)
 
 
+# ---------------------------------------------------------------------------------------------------------- redrawing
+
+
 def test_redrawing_is_repeatable_and_saved():
     a, b = LSHAttention(E, H), LSHAttention(E, H)
     before = a.rotations.clone()
@@ -79,6 +117,9 @@ def test_what_another_draw_hashed_is_not_seen():
         torch.testing.assert_close(results[0][0], attention(after)[0][0])
         torch.testing.assert_close(results[0][1], results[1][1])
         torch.testing.assert_close(results[1][1], attention(torch.cat([x, after], 1))[0][1, 20:])
+
+
+# ---------------------------------------------------------------------------------------------------------- the state
 
 
 @pytest.mark.parametrize("plain", [False, True])
@@ -124,6 +165,9 @@ def test_a_donated_cache_is_written_in_place():
             for name in ("shared", "values", "places", "recent"):
                 assert getattr(after, name).data_ptr() == getattr(state, name).data_ptr()
             state = after
+
+
+# ------------------------------------------------------------------------------------------------------------- options
 
 
 def test_a_zero_input_does_not_blow_up_the_gradient():

@@ -5,12 +5,13 @@ import pytest
 import torch
 
 from lit_effattn import sequence
-from lit_effattn.attention import PerformerAttention
+from lit_effattn.attention import PerformerAttention, SoftmaxAttention
 from tests.laws import definitions
 from tests.support.tensor_sizes import Largest
 
 E, H = 12, 3
 MAPS = ["positive", "hyperbolic", "trigonometric", "relu"]
+LOG_SPACE = ["positive", "hyperbolic"]
 
 
 def inputs(n: int, b: int = 2, dtype: torch.dtype = torch.float64) -> torch.Tensor:
@@ -19,6 +20,28 @@ def inputs(n: int, b: int = 2, dtype: torch.dtype = torch.float64) -> torch.Tens
 
 def redraw(attention: PerformerAttention, seed: int = 9) -> None:
     attention.redraw(torch.Generator().manual_seed(seed))
+
+
+# ------------------------------------------------------------------------------------------------- estimates of softmax
+
+
+@pytest.mark.parametrize("features", LOG_SPACE)
+def test_it_nears_softmax_with_more_features(features: str):
+    for causal, orthogonal in itertools.product([True, False], [True, False]):
+        softmax = SoftmaxAttention(E, H, causal).double()
+        x = inputs(40, 1)
+        errors = []
+        for n_features in (16, 16384):
+            twin = PerformerAttention(
+                E, H, causal, n_features=n_features, features=features, orthogonal=orthogonal
+            ).double()
+            missing = twin.load_state_dict(softmax.state_dict(), strict=False)
+            assert sorted(missing.missing_keys) == ["feature_map.draws", "feature_map.omega"]
+            assert missing.unexpected_keys == []
+            errors.append((twin(x)[0] - softmax(x)[0]).square().mean().sqrt().item())
+        # √1024 times fewer; the expected ratio is 1/32, and chance moves it.
+        assert errors[1] < errors[0] / 8
+        assert errors[1] < 0.01
 
 
 def test_the_number_of_features():
@@ -32,6 +55,9 @@ def test_the_number_of_features():
         attention = PerformerAttention(E, H, n_features=10, features=features)
         assert attention(inputs(3, dtype=torch.float32))[1].s.shape == (2, H, 10, E // H)
         assert attention.feature_map.omega.size(1) == (5 if features in ("hyperbolic", "trigonometric") else 10)
+
+
+# ------------------------------------------------------------------------------------------------------------ the state
 
 
 def test_features_keep_float32():
@@ -54,6 +80,9 @@ def test_a_donated_step_allocates_neither_sums_nor_directions():
         with torch.no_grad(), sequence.donated(), Largest() as largest:
             attention(x, state)
         assert largest.elements < h * f * d / 2  # of hyperbolic features there are half as many directions
+
+
+# ------------------------------------------------------------------------------------------------------------ redrawing
 
 
 def test_redrawing_changes_the_features_in_place():
@@ -110,6 +139,9 @@ def test_compiled_code_sees_a_redraw():
         torch.testing.assert_close(compiled(x, state)[0], attention(x)[0])
 
 
+# ------------------------------------------------------------------------------------------------ the authors' features
+
+
 def test_eps_of_the_authors_code():
     """Features of inputs that are large: an eps of 10⁻⁴ is another function, and one of 10⁻²⁰⁰ is none."""
     exact, theirs, tiny = (PerformerAttention(E, H, eps=eps).double() for eps in (0.0, 1e-4, 1e-200))
@@ -149,6 +181,9 @@ def test_eps_of_relu_features():
 def test_default_eps():
     assert {PerformerAttention(E, H, features=features).feature_map.eps for features in MAPS[:3]} == {0}
     assert PerformerAttention(E, H, features="relu").feature_map.eps == 1e-3
+
+
+# ------------------------------------------------------------------------------------------------------------- mistakes
 
 
 def test_the_features_have_float32_in_a_module_made_of_fewer_bits():

@@ -5,7 +5,6 @@ import torch
 from torch import nn
 
 from lit_effattn import Transformer
-from lit_effattn.attention import ShawAttention, TransformerXLAttention
 from lit_effattn.attention.positions import (
     GridPositions,
     LearnedPositions,
@@ -126,12 +125,6 @@ def test_bind_reaches_all_positions_in_a_module():
     model(torch.zeros(1, 12, 8))
     with pytest.raises(ValueError, match="position 12"):
         model(torch.zeros(1, 13, 8))
-
-
-def test_kinds_with_relative_positions_take_no_rotary_ones():
-    for kind in (ShawAttention, TransformerXLAttention):
-        with pytest.raises(ValueError, match=f"{kind.__name__} does not take rotary positions"):
-            Transformer(8, 2, 2, attention=kind, positions=RotaryPositions)
 
 
 def test_rotary_turns_pairs():

@@ -26,6 +26,8 @@ E, H = 12, 4
 HYBRID = {"num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"]}
 RECURRENT = [case for case in ATTENTIONS if isinstance(case.example, RecurrentAttention)]
 
+# ---------------------------------------------------------------------------- against transformers, on the same weights
+
 
 def layer(model: str, name: str, **sizes):
     """Make one layer of transformers with weights as after training, and its empty cache."""
@@ -215,6 +217,9 @@ def test_layers_of_transformers(peer):
         assert max(found.values()) < most
 
 
+# ------------------------------------------------------------------------------------------------------------- weights
+
+
 def convolved_values(module: RecurrentAttention, x: Tensor) -> Tensor:
     """(B, N, E) -> (B, H, N, D)."""
     v = definitions.convolved(module, x)[2]
@@ -267,6 +272,9 @@ def test_a_key_reads_its_newest_value_alone():
     module.q_proj.weight = module.k_proj.weight
     weights = module.attention_weights(torch.randn(1, 9, E, dtype=torch.float64))
     assert_close(weights, torch.eye(9, dtype=torch.float64).expand_as(weights), rtol=0, atol=1e-3)
+
+
+# --------------------------------------------------------------------------------------------------- sizes, other parts
 
 
 @pytest.mark.parametrize(

@@ -1,10 +1,29 @@
+import pytest
 import torch
 
-from lit_effattn.attention import ShawAttention
+from lit_effattn import Transformer
+from lit_effattn.attention import ShawAttention, SoftmaxAttention
+from lit_effattn.attention.positions import RotaryPositions
 from lit_effattn.ops.shaw import shaw_attention
 from tests.support.tensor_sizes import largest_in_training
 
 E, H = 12, 3
+
+
+def without_distances(attention: ShawAttention) -> ShawAttention:
+    with torch.no_grad():
+        attention.key_table.zero_()
+        attention.value_table.zero_()
+    return attention
+
+
+def test_zero_tables_equal_softmax():
+    for causal, window in [(True, None), (True, 4), (False, None)]:
+        shaw = without_distances(ShawAttention(E, H, causal, max_distance=3, window=window)).double()
+        softmax = SoftmaxAttention(E, H, causal, window=window).double()
+        softmax.load_state_dict(shaw.state_dict(), strict=False)
+        x, lengths = torch.randn(2, 11, E, dtype=torch.float64), torch.tensor([11, 6])
+        torch.testing.assert_close(shaw(x, None, lengths)[0], softmax(x, None, lengths)[0])
 
 
 def test_each_distance_has_a_vector_of_its_own():
@@ -46,3 +65,8 @@ def test_a_window_never_makes_all_scores():
     n, window = 512, 8
     attention = ShawAttention(8, 1, window=window)
     assert largest_in_training(lambda x: attention(x)[0], torch.rand(1, n, 8)) <= n * 2 * window * 8 < n * n
+
+
+def test_rotary_positions_are_refused():
+    with pytest.raises(ValueError, match="ShawAttention does not take rotary positions"):
+        Transformer(E, H, 1, attention=ShawAttention, positions=RotaryPositions)

@@ -1,3 +1,4 @@
+import itertools
 import warnings
 from functools import partial
 
@@ -5,7 +6,7 @@ import pytest
 import torch
 
 from lit_effattn import PixelModel, Transformer, sequence
-from lit_effattn.attention import SparseAttention
+from lit_effattn.attention import SoftmaxAttention, SparseAttention
 from lit_effattn.attention.positions import GridPositions, RotaryPositions
 from lit_effattn.laws.subject import stream
 from lit_effattn.nn.heads import CategoricalHead
@@ -14,6 +15,29 @@ from tests.support.tensor_sizes import Largest
 
 E, H = 12, 3
 FIXED = {"pattern": "fixed", "stride": 6, "summary": 2}
+
+
+def test_a_pattern_that_holds_all_keys_is_softmax():
+    for options, causal in itertools.product(
+        [{"stride": 50}, {"pattern": "fixed", "stride": 50}, {"stride": 1}], [True, False]
+    ):
+        full, sparse = SoftmaxAttention(E, H, causal), SparseAttention(E, H, causal, **options)
+        sparse.load_state_dict(full.state_dict())
+        x = torch.randn(2, 20, E)
+        torch.testing.assert_close(sparse(x)[0], full(x)[0])
+
+
+def test_heads_take_sets_in_turn_and_see_nothing_else():
+    """Three heads: two see the last 4 keys, the third those 4 apart."""
+    attention = SparseAttention(E, H, stride=4, combine="heads").double()
+    x = torch.randn(1, 20, E, dtype=torch.float64)
+    with torch.no_grad():
+        attention.out_proj.weight.copy_(torch.eye(E))  # dimensions 4 h … 4 h + 3 are those of head h
+        y, changed = attention(x)[0], x.clone()
+        changed[0, 9] += 1
+        differs = (attention(changed)[0] != y).any(0).view(20, H, -1).any(-1)
+    expected = [[9, 10, 11, 12], [9, 10, 11, 12], [9, 13, 17]]
+    assert [differs[:, h].nonzero().flatten().tolist() for h in range(H)] == expected
 
 
 def test_groups_of_heads_see_the_layouts_of_the_authors_code():
@@ -47,8 +71,15 @@ def test_queries_and_keys_of_half_the_width():
         (FIXED, True, False),
         (FIXED, False, True),
     ]:
-        of_stack = {"causal": causal, "positions": RotaryPositions if rotary else None, "init": "pytorch"}
-        model = Transformer(E, H, 1, attention=partial(SparseAttention, **options, d_qk=6), **of_stack)
+        model = Transformer(
+            E,
+            H,
+            1,
+            attention=partial(SparseAttention, **options, d_qk=6),
+            causal=causal,
+            positions=RotaryPositions if rotary else None,
+            init="pytorch",
+        )
         attention = model.blocks[0].attention.double()
         assert attention.q_proj.weight.shape == attention.k_proj.weight.shape == (6, E)
         x = torch.randn(2, 17, E, dtype=torch.float64)
@@ -136,8 +167,15 @@ def test_compiled_equals_eager(causal: bool):
 
 def test_the_papers_model_starts_at_8_bits():
     """Child et al. 2019, section 5.2: no logit prefers any of 256 values."""
-    options = {"positions": GridPositions, "activation": "quick_gelu", "gradient_checkpointing": True}
-    backbone = Transformer(8, 2, 2, attention=partial(SparseAttention, stride=4, d_qk=4), **options)
+    backbone = Transformer(
+        8,
+        2,
+        2,
+        attention=partial(SparseAttention, stride=4, d_qk=4),
+        positions=GridPositions,
+        activation="quick_gelu",
+        gradient_checkpointing=True,
+    )
     model = PixelModel(backbone, (4, 4, 3), 256, head=partial(CategoricalHead, zero_init=True)).double()
     bits = model(torch.randint(256, (3, 48)))
     torch.testing.assert_close(bits, torch.full((3,), 8.0, dtype=torch.float64), rtol=1e-14, atol=0)

@@ -7,14 +7,15 @@ import torch
 from lit_effattn import Transformer, sequence
 from lit_effattn.attention import CompressiveAttention, InfiniteAttention, SoftmaxAttention, TransformerXLAttention
 from lit_effattn.attention.kv_cache import FixedCache
+from lit_effattn.attention.positions import RotaryPositions
 from lit_effattn.attention.transformer_xl import InputMemory
 
 E, H, D = 12, 3, 4
 
 
-def make(kind: type[TransformerXLAttention] = TransformerXLAttention, **options) -> TransformerXLAttention:
+def make(**options) -> TransformerXLAttention:
     torch.manual_seed(0)
-    attention = kind(E, H, **options).double().eval()
+    attention = TransformerXLAttention(E, H, **options).double().eval()
     with torch.no_grad():
         for bias in (attention.u, attention.v):
             bias.copy_(torch.randn_like(bias))  # as they are after training, not near 0
@@ -87,28 +88,25 @@ def test_many_rows_and_few_take_different_ways_to_the_same_scores():
         torch.testing.assert_close(alone[0], y[row])
 
 
-@pytest.mark.parametrize("kind", [TransformerXLAttention, CompressiveAttention, InfiniteAttention])
-def test_evaluation_with_another_memory_is_that_memory_from_the_start(kind: type[TransformerXLAttention]):
-    changed, fresh = (make(kind, **options) for options in ({"mem_len": 3}, {"mem_len": 9, "clamp_len": 5}))
-    states = [make(kind, mem_len=12).initial_state(1, max_len=max_len) for max_len in (None, 20)]
-    x = torch.randn(1, 30, E, dtype=torch.float64)
-    before = changed(x)[0]
-    changed.set_memory(9, 5)
-    assert torch.equal(changed(x)[0], fresh(x)[0])
-    assert changed.state_dict().keys() == fresh.state_dict().keys()
-    for state in states:
-        with pytest.raises(ValueError, match=r"mem_len=9.*start with state=None"):
-            changed(x[:, :2], state)
-    changed.set_memory(3)
-    assert torch.equal(changed(x)[0], before)
-
-
-def test_evaluation_with_the_same_length():
-    changed, fresh = make(mem_len=3), make(mem_len=9, same_length=True)
-    changed.set_memory(9, same_length=True)
+def test_evaluation_with_another_memory_is_that_memory_from_the_start():
+    changed, fresh = make(mem_len=3), make(mem_len=9, clamp_len=5, same_length=True)
+    changed.set_memory(9, 5, True)
     assert changed.initial_state(2).inputs.shape == fresh.initial_state(2).inputs.shape == (2, 8, E)
     x = torch.randn(2, 30, E, dtype=torch.float64)
     assert torch.equal(changed(x)[0], fresh(x)[0])
+    changed.set_memory(3)
+    assert torch.equal(changed(x)[0], make(mem_len=3)(x)[0])
+    assert changed.state_dict().keys() == fresh.state_dict().keys()
+
+
+def test_a_state_of_another_memory_is_refused():
+    for max_len in [None, 20]:
+        attention = make(mem_len=8)
+        x = torch.zeros(1, 2, E, dtype=torch.float64)
+        state = attention.initial_state(1, max_len=max_len)
+        attention.set_memory(4)
+        with pytest.raises(ValueError, match=r"mem_len=4.*start with state=None"):
+            attention(x, state)
 
 
 def test_what_states_hold():
@@ -182,3 +180,8 @@ def test_kinds_made_of_it_share_too():
     for kind in [CompressiveAttention, InfiniteAttention]:
         model = Transformer(E, H, 2, attention=partial(kind, mem_len=4, share_uv=True))
         assert model.blocks[0].attention.v is model.blocks[1].attention.v
+
+
+def test_rotary_positions_are_refused():
+    with pytest.raises(ValueError, match="TransformerXLAttention does not take rotary positions"):
+        Transformer(E, H, 2, attention=TransformerXLAttention, positions=RotaryPositions)

@@ -9,48 +9,61 @@ import pytest
 import torch
 from torch import Tensor
 
-from lit_effattn import attention as kinds
+from lit_effattn.attention import (
+    Attention,
+    CompressiveAttention,
+    InfiniteAttention,
+    LinearAttention,
+    LSHAttention,
+    PerformerAttention,
+    RecurrentAttention,
+    ShawAttention,
+    SoftmaxAttention,
+    SparseAttention,
+    TransformerXLAttention,
+    WindowedLinearAttention,
+)
 from tests.laws import definitions
 from tests.laws.cases import ATTENTIONS, ROTARY, Case, kind
 from tests.laws.tools import assert_close, assert_same, copied, each, inputs
 
 E, H = 8, 2
 NORMED = [
-    case for case in ATTENTIONS if not isinstance(case.example, kinds.RecurrentAttention)
+    case for case in ATTENTIONS if not isinstance(case.example, RecurrentAttention)
 ]  # test_recurrent.py has those
-CASES = [*NORMED, *ROTARY, *kind(kinds.SoftmaxAttention, definitions.softmax, 5, window=5, causal=[True], rotary=True)]
-SUMMED = kinds.LinearAttention, kinds.PerformerAttention
+CASES = [*NORMED, *ROTARY, *kind(SoftmaxAttention, definitions.softmax, 5, window=5, causal=[True], rotary=True)]
+SUMMED = LinearAttention, PerformerAttention
 """Kinds whose state holds no single keys."""
 
 
-def build(case: Case) -> kinds.Attention:
+def build(case: Case) -> Attention:
     """Build a module whose output is that of its weights alone."""
     attention = case.build()
-    if isinstance(attention, kinds.InfiniteAttention) and attention.n_basis:
+    if isinstance(attention, InfiniteAttention) and attention.n_basis:
         torch.nn.init.zeros_(attention.ltm_out_proj.weight)
     return attention
 
 
-def values(attention: kinds.Attention, x: Tensor) -> Tensor:
+def values(attention: Attention, x: Tensor) -> Tensor:
     """(B, N, E) -> (B, H, N, D)."""
     v = x @ attention.v_proj.weight.T + (0 if attention.v_proj.bias is None else attention.v_proj.bias)
     v = v.unflatten(2, (attention.n_kv_heads, -1)).transpose(1, 2)
     return v[:, torch.arange(H) * attention.n_kv_heads // H]
 
 
-def summaries(attention: kinds.Attention, x: Tensor) -> Tensor:
+def summaries(attention: Attention, x: Tensor) -> Tensor:
     """The summaries that the last position of `x` sees or has forgotten, (B, K, E)."""
     c, last = attention.compression_rate, x.size(1) - 1
     n = max(0, last - last % attention.segment_len - attention.mem_len)
     return definitions.summaries(attention, x[:, : n // c * c])
 
 
-def mixed(attention: kinds.Attention, weights: Tensor, x: Tensor) -> Tensor:
+def mixed(attention: Attention, weights: Tensor, x: Tensor) -> Tensor:
     """W_o Σ_j w_ij v_j of weights without a state."""
-    if isinstance(attention, kinds.CompressiveAttention):
+    if isinstance(attention, CompressiveAttention):
         x = torch.cat([summaries(attention, x), x], 1)
     y = weights @ values(attention, x)
-    if isinstance(attention, kinds.ShawAttention):
+    if isinstance(attention, ShawAttention):
         k, n = attention.max_distance, x.size(1)
         ahead = 0 if attention.causal else k
         row = torch.tensor([[min(max(j - i, -k), ahead) + k for j in range(n)] for i in range(n)])
@@ -76,12 +89,12 @@ def assert_weighted(case: Case) -> None:
     weights = attention.attention_weights(x, None, lengths)
     assert weights.shape[:3] == (3, H, n)
     assert not weights.requires_grad
-    if not isinstance(attention, kinds.CompressiveAttention):
+    if not isinstance(attention, CompressiveAttention):
         assert weights.size(3) == n
     valid = torch.arange(n) < lengths[:, None]
     assert (weights.transpose(1, 2)[~valid] == 0).all()
     total = weights.sum(-1).transpose(1, 2)[valid]
-    if isinstance(attention, kinds.LinearAttention):  # its denominator has 1e-6 added
+    if isinstance(attention, LinearAttention):  # its denominator has 1e-6 added
         assert ((total > 0.5) & (total < 1)).all()
     else:
         assert_close(total, torch.ones_like(total))
@@ -120,13 +133,13 @@ def assert_unchanged_by_a_state(case: Case, fixed: bool, early: bool) -> None:
             assert_close(found[..., 0], expected[..., :start].sum(-1))
             assert_close(found[..., 1 : 1 + count], expected[..., start : start + count])
             continue
-        if isinstance(attention, kinds.WindowedLinearAttention):  # the first column is of all before the window
+        if isinstance(attention, WindowedLinearAttention):  # the first column is of all before the window
             before_window = max(0, start - attention.window + 1)
             assert_close(found[..., 0], expected[..., :before_window].sum(-1))
             found, expected = found[..., 1:], expected.clone()
             expected[..., :before_window] = 0
         earlier = found.size(-1) - n
-        if isinstance(attention, kinds.CompressiveAttention):
+        if isinstance(attention, CompressiveAttention):
             late = attention.segment_len - 1
             earlier = min(attention.mem_len + late + attention.compression_rate - 1, int(before.max()))
             made = (
@@ -153,7 +166,7 @@ def placed(weights: Tensor, first: int, size: int) -> Tensor:
 @pytest.mark.parametrize("fixed", [False, True], ids=["grows", "max_len"])
 def test_a_memory_of_few_inputs(fixed: bool):
     """Where the split of a stream decides what is seen: all of the call, and `mem_len` before it."""
-    attention = kinds.TransformerXLAttention(E, H, mem_len=4).double()
+    attention = TransformerXLAttention(E, H, mem_len=4).double()
     x, before = inputs(attention, 2, 20), torch.tensor([13, 2])
     _, state = attention(x[:, :13], attention.initial_state(2, max_len=30) if fixed else None, before)
     segment = torch.stack([x[0, 13:], x[1, 2:9]])
@@ -167,14 +180,14 @@ def test_a_memory_of_few_inputs(fixed: bool):
 
 def test_a_bounded_memory_has_few_columns():
     for make, most in [
-        (partial(kinds.SoftmaxAttention, window=5), 4),
-        (partial(kinds.SparseAttention, combine="local", stride=5), 4),
-        (partial(kinds.SparseAttention, combine="local", pattern="fixed", stride=5), 4),
-        (partial(kinds.TransformerXLAttention, mem_len=5), 5),
-        (partial(kinds.TransformerXLAttention, mem_len=5, same_length=True), 4),
-        (partial(kinds.InfiniteAttention, mem_len=3, segment_len=2, n_basis=0), 5),
-        (kinds.LinearAttention, 1),
-        (partial(kinds.WindowedLinearAttention, window=5), 1 + 4),
+        (partial(SoftmaxAttention, window=5), 4),
+        (partial(SparseAttention, combine="local", stride=5), 4),
+        (partial(SparseAttention, combine="local", pattern="fixed", stride=5), 4),
+        (partial(TransformerXLAttention, mem_len=5), 5),
+        (partial(TransformerXLAttention, mem_len=5, same_length=True), 4),
+        (partial(InfiniteAttention, mem_len=3, segment_len=2, n_basis=0), 5),
+        (LinearAttention, 1),
+        (partial(WindowedLinearAttention, window=5), 1 + 4),
     ]:
         for max_len in [None, 600]:
             attention = make(E, H)
@@ -184,7 +197,7 @@ def test_a_bounded_memory_has_few_columns():
 
 def test_redrawn_features_forget():
     for features in ["positive", "relu"]:
-        attention = kinds.PerformerAttention(E, H, features=features).double()
+        attention = PerformerAttention(E, H, features=features).double()
         x = inputs(attention, 2, 9)
         _, state = attention(x[:, :5])
         attention.redraw(torch.Generator().manual_seed(1))
@@ -195,7 +208,7 @@ def test_redrawn_features_forget():
 
 def test_redrawn_rotations_forget():
     """Also in the calls after, whose state has hashes of both draws in it."""
-    attention = kinds.LSHAttention(E, H, n_hashes=2, n_buckets=2, chunk_size=4).double()
+    attention = LSHAttention(E, H, n_hashes=2, n_buckets=2, chunk_size=4).double()
     x = inputs(attention, 2, 24)
     _, state = attention(x[:, :8])
     attention.redraw(torch.Generator().manual_seed(1))
@@ -210,7 +223,7 @@ def test_redrawn_rotations_forget():
 
 
 def test_performers_weights_are_finite_for_large_norms():
-    attention = kinds.PerformerAttention(E, H)
+    attention = PerformerAttention(E, H)
     x = 1000 * torch.randn(2, 12, E)
     _, state = attention(x[:, :6])
     for weights in (attention.attention_weights(x), attention.attention_weights(x[:, 6:], state)):
@@ -239,10 +252,10 @@ def test_weights_have_float32_or_more(case: Case):
 
 def test_weights_without_dropout():
     for make in [
-        partial(kinds.SoftmaxAttention, dropout=0.5),
-        partial(kinds.ShawAttention, dropout=0.5),
-        partial(kinds.SparseAttention, dropout=0.5),
-        partial(kinds.TransformerXLAttention, dropout=0.5, position_dropout=0.5),
+        partial(SoftmaxAttention, dropout=0.5),
+        partial(ShawAttention, dropout=0.5),
+        partial(SparseAttention, dropout=0.5),
+        partial(TransformerXLAttention, dropout=0.5, position_dropout=0.5),
     ]:
         attention, x = make(E, H).train(), torch.randn(2, 7, E)
         random = torch.get_rng_state()
@@ -272,7 +285,7 @@ class Totals(NamedTuple):
     length: Tensor
 
 
-class MeanAttention(kinds.Attention):
+class MeanAttention(Attention):
     """The mean of the values so far."""
 
     def empty_state(self, batch_size, max_len, device, dtype):
@@ -296,9 +309,12 @@ def test_weights_of_ones_own_kind():
 
 
 def test_arguments_are_checked():
-    for attention in (kinds.SoftmaxAttention(E, H), kinds.TransformerXLAttention(E, H)):
+    for attention in (SoftmaxAttention(E, H), TransformerXLAttention(E, H)):
         with pytest.raises(ValueError, match=r"lengths is \[3\]"):
             attention.attention_weights(torch.zeros(1, 2, E), None, torch.tensor([3]))
+
+
+# --------------------------------------------------------------------------------------------------- Transformer-XL's
 
 
 def test_terms_of_transformer_xl():
@@ -309,7 +325,7 @@ def test_terms_of_transformer_xl():
         {"mem_len": 5, "same_length": True},
         {"causal": False, "clamp_len": 4},
     ]:
-        attention = kinds.TransformerXLAttention(E, H, **options).double()
+        attention = TransformerXLAttention(E, H, **options).double()
         torch.nn.init.normal_(attention.u)
         torch.nn.init.normal_(attention.v)
         x, n = inputs(attention, 2, 16), 16
@@ -341,12 +357,12 @@ def test_terms_of_transformer_xl():
                 assert (term[1, :, 3:] == -torch.inf).all()
 
 
-@pytest.mark.parametrize("cls", [kinds.TransformerXLAttention, kinds.CompressiveAttention, kinds.InfiniteAttention])
-def test_weights_of_normalised_inputs(cls: type[kinds.TransformerXLAttention]):
+@pytest.mark.parametrize("cls", [TransformerXLAttention, CompressiveAttention, InfiniteAttention])
+def test_weights_of_normalised_inputs(cls: type[TransformerXLAttention]):
     """An attention that normalises its inputs weighs like one that is given them normalised."""
     for max_len in [None, 12]:
         signal = {"mem_len": 2, "segment_len": 3, "n_basis": 10, "n_samples": 6, "widths": (0.1,)}
-        options = signal if cls is kinds.InfiniteAttention else {"mem_len": 20}
+        options = signal if cls is InfiniteAttention else {"mem_len": 20}
         torch.manual_seed(0)
         plain, norm = cls(E, H, **options).double(), torch.nn.LayerNorm(E).double()
         torch.nn.init.normal_(norm.weight)
@@ -357,7 +373,7 @@ def test_weights_of_normalised_inputs(cls: type[kinds.TransformerXLAttention]):
         _, state = attention(x[:, :8], attention.initial_state(2, max_len=max_len))
         _, same = plain(normed[:, :8], plain.initial_state(2, max_len=max_len))
         assert_close(attention.attention_weights(x[:, 8:], state), plain.attention_weights(normed[:, 8:], same))
-        if cls is kinds.InfiniteAttention:
+        if cls is InfiniteAttention:
             found = attention.attention_densities(x[:, 8:], state, times=times)
             assert_close(found, plain.attention_densities(normed[:, 8:], same, times=times))
 
@@ -371,8 +387,8 @@ def test_densities_read_the_signal():
     """What is read at a position is ∫ p(t) W_v' X̄(t) dt, X̄ being the signal that the position sees."""
     for options in [{"sticky": True, "gate": True}, {"writes": "segment"}, {"norm_signal": False}]:
         torch.manual_seed(0)
-        attention = kinds.InfiniteAttention(E, H, **SIGNAL | options).double()
-        near = kinds.InfiniteAttention(E, H, **SIGNAL | options).double()
+        attention = InfiniteAttention(E, H, **SIGNAL | options).double()
+        near = InfiniteAttention(E, H, **SIGNAL | options).double()
         near.load_state_dict(attention.state_dict())
         for module in (attention, near):
             module.normalise_with(torch.nn.LayerNorm(E).double())
@@ -400,9 +416,12 @@ def test_densities_read_the_signal():
 
 
 def test_no_signal_has_no_densities():
-    attention = kinds.InfiniteAttention(E, H, **SIGNAL | {"n_basis": 0})
+    attention = InfiniteAttention(E, H, **SIGNAL | {"n_basis": 0})
     with pytest.raises(ValueError, match="n_basis=0"):
         attention.attention_densities(torch.zeros(1, 2, E), times=torch.zeros(1))
+
+
+# ------------------------------------------------------------------------------------------------- sparse kinds' sets
 
 
 def test_the_given_pattern():
@@ -410,7 +429,7 @@ def test_the_given_pattern():
     for causal, options in itertools.product(
         [True, False], [{"stride": 4}, {"stride": 4, "pattern": "fixed", "summary": 2, "combine": "heads"}]
     ):
-        attention, n, stride = kinds.SparseAttention(E, H, causal, **options).double(), 11, options["stride"]
+        attention, n, stride = SparseAttention(E, H, causal, **options).double(), 11, options["stride"]
         x, lengths = inputs(attention, 2, n), torch.tensor([n, 7])
         expected = torch.zeros(2, H, n, n, dtype=torch.bool)
         for b, h, i, j in torch.cartesian_prod(*map(torch.arange, (2, H, n, n))).tolist():
@@ -430,7 +449,7 @@ def test_the_given_pattern():
 def test_buckets_of_lsh():
     """h(x) = argmax [xR; −xR] (Kitaev et al. 2020, section 2), and no key of other buckets has weight."""
     for causal in [True, False]:
-        attention = kinds.LSHAttention(E, H, causal, n_hashes=2, n_buckets=6, chunk_size=20).double()
+        attention = LSHAttention(E, H, causal, n_hashes=2, n_buckets=6, chunk_size=20).double()
         x, lengths = inputs(attention, 2, 12), torch.tensor([12, 8])
         found = attention.attention_buckets(x, None, lengths)
         q = attention.q_proj(x).detach().unflatten(2, (H, -1))  # (B, N, H, D)

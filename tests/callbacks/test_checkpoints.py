@@ -13,8 +13,10 @@ from torch.utils.data import DataLoader
 from lit_effattn.callbacks import LastCheckpoint, StopOnSignal, Stopped
 from lit_effattn.checkpoints.io import AtomicCheckpointIO, read_checkpoint
 from lit_effattn.distributed.sharding import ShardedStrategy
-from tests.callbacks.tiny import Send, Tiny, loader, trainer
+from tests.callbacks.tiny import Tiny, loader, trainer
 from tests.faults.comparison import compare_checkpoints
+
+# --------------------------------------------------------------------------------------------------- LastCheckpoint
 
 
 class Watch(pl.Callback):
@@ -75,6 +77,9 @@ def test_nothing_is_saved_in_a_trial(tmp_path: Path):
     assert not list(tmp_path.rglob("*.ckpt"))
 
 
+# ------------------------------------------------------------------------------------------------ LastCheckpoint(keep)
+
+
 def kept(folder: Path) -> dict[int, float]:
     """Return what is kept: the steps in the files' names, and the weights."""
     paths = sorted((folder / "checkpoints").glob("step_*"))
@@ -131,6 +136,15 @@ class KilledIO(AtomicCheckpointIO):
         super().save_checkpoint(checkpoint, path, storage_options)
 
 
+class SignalAt(pl.Callback):
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def on_train_batch_start(self, trainer, *_):
+        if trainer.global_step == self.step:
+            signal.raise_signal(signal.SIGTERM)
+
+
 @pytest.mark.parametrize(
     "options",
     [
@@ -168,7 +182,7 @@ def test_a_run_that_is_killed_or_stopped_ends_with_the_same_ones(options: dict[s
     assert writes >= 6
     for step in range(9):
         with pytest.raises(Stopped):
-            fit(tmp_path / f"stopped_{step}", Send(step, signal.SIGTERM, hook="on_train_batch_start"))
+            fit(tmp_path / f"stopped_{step}", SignalAt(step))
         stops.append(tmp_path / f"stopped_{step}")
     for folder in stops:
         fit(folder)
@@ -193,8 +207,13 @@ class Written(AtomicCheckpointIO):
 
 def test_each_is_written_once(tmp_path: Path):
     """Though the epoch ends at its step, and a validation before that is interrupted."""
+
+    class Signal(pl.Callback):
+        def on_validation_batch_start(self, *_):
+            signal.raise_signal(signal.SIGTERM)
+
     names = []
-    for callbacks in ([Send(3, signal.SIGTERM, hook="on_validation_batch_start")], []):
+    for callbacks in ([Signal()], []):
         keep = LastCheckpoint(keep=2, keep_every_n_train_steps=3)
         run = trainer(tmp_path, [StopOnSignal(), *callbacks, keep], max_epochs=1)
         run.strategy.checkpoint_io = written = Written()
@@ -228,6 +247,9 @@ def test_wrong_options_are_named():
     }.items():
         with pytest.raises(ValueError, match=words):
             LastCheckpoint(**options)
+
+
+# ---------------------------------------------------------------------------------------- LastCheckpoint(asynchronous)
 
 
 class Slow(AtomicCheckpointIO):
@@ -266,16 +288,19 @@ def test_a_kept_checkpoint_is_deleted_when_the_next_is_whole(tmp_path: Path):
 
 
 def test_a_stop_waits_for_the_checkpoint_before_a_job_is_requeued(tmp_path: Path):
-    class Look(pl.Callback):
+    class Signal(pl.Callback):
+        def on_train_batch_start(self, *_):
+            signal.raise_signal(signal.SIGTERM)
+
         def on_exception(self, *_):  # after that of StopOnSignal
             self.step = read_checkpoint(tmp_path / "checkpoints" / "last.ckpt")["global_step"]
 
-    send, look = Send(0, signal.SIGTERM, hook="on_train_batch_start"), Look()
-    run = trainer(tmp_path, [StopOnSignal(), send, look, LastCheckpoint(asynchronous=True)], max_steps=4)
+    stop = Signal()
+    run = trainer(tmp_path, [StopOnSignal(), stop, LastCheckpoint(asynchronous=True)], max_steps=4)
     run.strategy.checkpoint_io = Slow()
     with pytest.raises(Stopped):
         run.fit(Tiny(), loader(4))
-    assert look.step == 1
+    assert stop.step == 1
 
 
 def test_runs_that_cannot_save_so_are_refused(tmp_path: Path):

@@ -42,6 +42,9 @@ CELLS = pairwise(
 )
 
 
+# ------------------------------------------------------------------------------------------------ what is trained
+
+
 class Levels(Dataset):
     """Images of 2×3 levels. An item is a batch."""
 
@@ -78,6 +81,9 @@ def parts(task: str, schedule: str) -> tuple[pl.LightningModule, Any, Any]:
     data = SortingTask(9, n_types=3, segment_len=3, batch_size=2, n_train=4, n_val=2)
     backbone = Transformer(8, 2, 1, attention=LinearAttention, positions=None, dropout=0.2)
     return LanguageModel(backbone, data.vocab_size, **options), data.train_dataloader(), data.val_dataloader()
+
+
+# ------------------------------------------------------------------------------------------------ how it is stopped
 
 
 class At(pl.Callback):
@@ -133,10 +139,16 @@ class Case:
             LastCheckpoint(),
             ModelCheckpoint(folder / "checkpoints", "best", model.monitor, save_on_train_epoch_end=False),
         ]
-        options: dict[str, Any] = {"log_every_n_steps": 1, "accumulate_grad_batches": self.accumulate, **limits}
-        options["val_check_interval"] = {"each epoch": 1.0, "within epochs": 4, "across epochs": 11}[self.validation]
-        options["check_val_every_n_epoch"] = None if self.validation == "across epochs" else 1
-        run = trainer(folder, callbacks, logger=CSVLogger(folder, name="csv"), **options)
+        run = trainer(
+            folder,
+            callbacks,
+            logger=CSVLogger(folder, name="csv"),
+            log_every_n_steps=1,
+            accumulate_grad_batches=self.accumulate,
+            val_check_interval={"each epoch": 1.0, "within epochs": 4, "across epochs": 11}[self.validation],
+            check_val_every_n_epoch=None if self.validation == "across epochs" else 1,
+            **limits,
+        )
         last = folder / "checkpoints" / "last.ckpt"
         run.fit(model, train, val, ckpt_path=last if last.exists() else None, weights_only=True)
         assert len(train) == self.batches
@@ -163,6 +175,9 @@ def where(moment: str, case: Case, timed: bool) -> dict[str, Any]:
         "during validation": validated[case.validation],
     }[moment]
     return {"epoch": epoch, "batch": batch}
+
+
+# ------------------------------------------------------------------------------------------------ the tests
 
 
 @pytest.mark.parametrize("task", BATCHES)

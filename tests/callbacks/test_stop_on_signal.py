@@ -11,7 +11,7 @@ from lit_effattn import stopping
 from lit_effattn.callbacks import LastCheckpoint, StopOnSignal, Stopped
 from lit_effattn.checkpoints.io import read_checkpoint
 from lit_effattn.stopping import SIGNALS
-from tests.callbacks.tiny import Send, Tiny, loader, trainer
+from tests.callbacks.tiny import Tiny, loader, trainer
 
 
 def marked(number: int, frame: object) -> None:
@@ -25,6 +25,18 @@ def _handlers():
     yield
     for number, handler in zip(SIGNALS, before, strict=True):
         signal.signal(number, handler)
+
+
+class Send(pl.Callback):
+    """Sends this process signals in a hook of the batch that follows `step` steps."""
+
+    def __init__(self, step: int, *numbers: int, hook: str = "on_before_optimizer_step") -> None:
+        def send(trainer: pl.Trainer, *_: object, **__: object) -> None:
+            if trainer.global_step == step:
+                for number in numbers:
+                    signal.raise_signal(number)
+
+        setattr(self, hook, send)
 
 
 def stopped(folder: Path, *callbacks: pl.Callback, validation: tuple = (), **options) -> tuple[SystemExit, pl.Trainer]:

@@ -1,6 +1,5 @@
 """What the tests of the callbacks train."""
 
-import signal
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -48,18 +47,6 @@ class Images(Tiny):
     def to_images(self, levels: Tensor) -> Tensor:
         h, w, c = self.shape
         return levels.view(-1, c, h, w).to(torch.uint8) * 10
-
-
-class Send(pl.Callback):
-    """Sends this process signals in a hook of the batch that follows `step` steps."""
-
-    def __init__(self, step: int, *numbers: int, hook: str = "on_before_optimizer_step") -> None:
-        def send(trainer: pl.Trainer, *_: object, **__: object) -> None:
-            if trainer.global_step == step:
-                for number in numbers:
-                    signal.raise_signal(number)
-
-        setattr(self, hook, send)
 
 
 def loader(n: int = 4) -> DataLoader:

@@ -3,10 +3,8 @@
 from pathlib import Path
 
 import torch
-from lightning.pytorch import Callback, LightningModule
+from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import nn
-
-from tests.callbacks.tiny import trainer
 
 
 class Recorder(LightningModule):
@@ -45,6 +43,16 @@ class _StopAfter(Callback):
 def fit(folder, data, record, *, stop_after=None, resume=False, max_epochs=3, **options):
     """Train, and return the records of the batches. After `stop_after` steps a.ckpt is written; `resume` loads it."""
     model = Recorder(record)
-    run = trainer(folder, [] if stop_after is None else [_StopAfter(stop_after)], max_epochs=max_epochs, **options)
-    run.fit(model, data, ckpt_path=folder / "a.ckpt" if resume else None, weights_only=resume or None)
+    trainer = Trainer(
+        accelerator="cpu",
+        default_root_dir=folder,
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        enable_checkpointing=False,
+        max_epochs=max_epochs,
+        callbacks=[] if stop_after is None else [_StopAfter(stop_after)],
+        **options,
+    )
+    trainer.fit(model, data, ckpt_path=folder / "a.ckpt" if resume else None, weights_only=resume or None)
     return model.seen

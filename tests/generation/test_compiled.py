@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from lit_effattn import Transformer
 from lit_effattn.attention import LinearAttention, SoftmaxAttention
@@ -14,11 +14,18 @@ from lit_effattn.generation.compiled import Step, Steps, program
 from lit_effattn.generation.sampling import generate
 from lit_effattn.nn.heads import CategoricalHead
 from lit_effattn.sequence import SequenceModule, tensors
-from tests.generation.test_sampling import around
 from tests.laws.cases import CAUSAL, TRACED, Case
 from tests.laws.tools import each
 
 Made = tuple[SequenceModule, Callable[[Tensor], Tensor], CategoricalHead]
+
+
+def around(backbone: SequenceModule, dtype: torch.dtype = torch.double) -> Made:
+    torch.manual_seed(2)
+    embed, head = nn.Embedding(7, backbone.d_input), CategoricalHead(backbone.d_model, 7)
+    with torch.no_grad():
+        head.proj.weight.mul_(5)
+    return backbone, embed.to(dtype), head.to(dtype)
 
 
 def stack(attention=LinearAttention, n_layers: int = 1, **options) -> SequenceModule:
@@ -82,7 +89,7 @@ def test_every_model_with_the_same_program_uses_one_library(interpreted: list[Pa
     assert compiled_for(around(stack(SoftmaxAttention))) == 1
     assert compiled_for(made, rows=3) == 2
     assert compiled_for(around(stack(SoftmaxAttention, norm_eps=1e-3))) == 3
-    assert compiled_for(around(stack(SoftmaxAttention).float(), dtype=torch.float)) == 4
+    assert compiled_for(around(stack(SoftmaxAttention).float(), torch.float)) == 4
     monkeypatch.setattr(torch, "get_num_threads", lambda: 99)
     assert compiled_for(made) == 5
     monkeypatch.setattr(compiled, "_processor", lambda: "flags: another")

@@ -205,6 +205,12 @@ def test_pairs_come_as_often_as_the_model_says():
     assert ((expected.view(3, 3) - product_of_marginals) ** 2 / product_of_marginals).sum() > 100  # b depends on a
 
 
+def test_progress_sees_every_step():
+    steps: list[int] = []
+    generate(*parts(), torch.zeros(1, 2, dtype=torch.long), 4, progress=lambda of: steps.extend(of) or of)
+    assert steps == [0, 1, 2, 3]
+
+
 # ---------------------------------------------------------------------------------------------------- a first state
 
 CROSS = {"softmax": SoftmaxCrossAttention, "window": PerformerCrossAttention, "linear": LinearCrossAttention}
@@ -296,13 +302,13 @@ def by_torch_compile(monkeypatch: pytest.MonkeyPatch, backend: Any) -> None:
     monkeypatch.setattr(generation, "BACKEND", backend)
 
 
-def around(backbone: SequenceModule, vocabulary: int = 7, dtype: torch.dtype = torch.double):
+def around(backbone: SequenceModule, vocabulary: int = 7):
     """Return `backbone` between an embedding and a head whose distributions are far from uniform."""
     torch.manual_seed(2)
-    embed, head = nn.Embedding(vocabulary, backbone.d_input), CategoricalHead(backbone.d_model, vocabulary)
+    embed, head = nn.Embedding(vocabulary, backbone.d_input).double(), CategoricalHead(backbone.d_model, vocabulary)
     with torch.no_grad():
         head.proj.weight.mul_(5)
-    return backbone, embed.to(dtype), head.to(dtype)
+    return backbone, embed, head.double()
 
 
 @pytest.mark.parametrize("case", of_kinds(CAUSAL))

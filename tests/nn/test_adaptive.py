@@ -130,6 +130,9 @@ def test_the_training_loss_is_left_out_of_what_is_compiled():
     ]
 
 
+# ------------------------------------------------------------------------------------------------------ the embedding
+
+
 @settings
 def test_every_token_has_its_vector(cutoffs: list[int], div_value: float):
     embedding = shaken(AdaptiveEmbedding(V, D, cutoffs=cutoffs, div_value=div_value).double())
@@ -220,6 +223,9 @@ def test_embedding_and_loss_compile():
     torch.testing.assert_close(torch.compile(loss, backend="aot_eager", fullgraph=True)(tokens), loss(tokens))
 
 
+# ---------------------------------------------------------------------------------------------------------------- tied
+
+
 def tied() -> nn.ModuleDict:
     head = AdaptiveHead(D, V, cutoffs=CUTOFFS, div_value=2.0)
     embedding = AdaptiveEmbedding(V, D, cutoffs=CUTOFFS, div_value=2.0)
@@ -261,8 +267,9 @@ def test_a_categorical_head_is_tied():
     torch.testing.assert_close(head.log_probs(h), (h @ before.T + head.proj.bias).log_softmax(-1))
 
 
-def test_what_does_not_fit_is_not_tied():
-    for head, embedding, words in [
+@pytest.mark.parametrize(
+    ("head", "embedding", "words"),
+    [
         (CategoricalHead(D, V), nn.Embedding(V, D + 1), ["(23, 8)", "(23, 9)", "d_input"]),
         (CategoricalHead(D, V), nn.Embedding(V + 1, D), ["(23, 8)", "(24, 8)"]),
         (CategoricalHead(D, V), AdaptiveEmbedding(V, D, cutoffs=[9]), ["Embedding", "AdaptiveEmbedding"]),
@@ -274,9 +281,14 @@ def test_what_does_not_fit_is_not_tied():
         ),
         (AdaptiveHead(D, V, cutoffs=[9]), AdaptiveEmbedding(V, D, cutoffs=[8]), ["9 × 8, 14 × 2", "8 × 8, 15 × 2"]),
         (MixtureOfLogisticsHead(D, V), nn.Embedding(V, D), ["MixtureOfLogisticsHead"]),
-    ]:
-        with pytest.raises(ValueError, match=".*".join(map(re.escape, words))):
-            head.tie(embedding)
+    ],
+)
+def test_what_does_not_fit_is_not_tied(head: Head, embedding: nn.Module, words: list[str]):
+    with pytest.raises(ValueError, match=".*".join(map(re.escape, words))):
+        head.tie(embedding)
+
+
+# ----------------------------------------------------------------------------------------------------- label smoothing
 
 
 def test_smoothing_spreads_the_target():
@@ -292,6 +304,9 @@ def test_smoothing_spreads_the_target():
         for bad in (-0.1, 1.0):
             with pytest.raises(ValueError, match=f"label_smoothing={bad}"):
                 head.loss(h, target, bad)
+
+
+# --------------------------------------------------------------------------------------------------------------- errors
 
 
 @pytest.mark.parametrize("kind", [AdaptiveEmbedding, lambda n, d, **options: AdaptiveHead(d, n, **options)])

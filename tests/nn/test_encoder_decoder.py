@@ -4,6 +4,7 @@ from functools import partial
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lit_effattn import LSTM, EncoderDecoder, Transformer, sequence
@@ -15,6 +16,7 @@ from lit_effattn.attention import (
     SoftmaxAttention,
     SoftmaxCrossAttention,
 )
+from lit_effattn.attention.positions import LearnedPositions
 from lit_effattn.nn import encoder_decoder
 from tests.laws import definitions
 from tests.laws.tools import assert_close, assert_same
@@ -104,6 +106,46 @@ def by_name(model: nn.Module, values: tuple[Tensor, ...]) -> dict[str, Tensor]:
     return {name: value for (name, _), value in zip(model.named_parameters(), values, strict=True)}
 
 
+def layer_norm(module: nn.LayerNorm, x: Tensor) -> Tensor:
+    return F.layer_norm(x, x.shape[-1:], module.weight, module.bias)
+
+
+def feed_forward(module: nn.Module, x: Tensor) -> Tensor:
+    return F.linear(F.gelu(F.linear(x, module.up.weight, module.up.bias)), module.down.weight, module.down.bias)
+
+
+def test_the_definition():
+    """Positions on both sides; an encoder that is wider and less deep than the decoder. Norms before branches."""
+    for kind in CROSS:
+        positions = partial(LearnedPositions, max_len=9)
+        encoder = Transformer(12, 3, 1, attention=LinearAttention, causal=False, positions=positions, init="pytorch")
+        options = {"attention": LinearAttention, "cross_attention": kind, "d_source": 12}
+        decoder = Transformer(E, H, 2, positions=positions, init="pytorch", **options)
+        model = EncoderDecoder(encoder, decoder).double()
+        with torch.no_grad():
+            for p in model.parameters():
+                p.add_(0.2 * torch.randn_like(p))
+        cross = {
+            SoftmaxCrossAttention: definitions.softmax_cross,
+            LinearCrossAttention: definitions.linear_cross,
+            PerformerCrossAttention: definitions.performer_cross,
+        }[kind]
+        source, x = inputs(2, 6, 12), inputs(2, 9, E, seed=1)
+        y, _ = model(x, model.remember(source))
+
+        (block,) = encoder.blocks
+        h = source + encoder.positions.table.weight[:6]
+        h = h + definitions.linear(block.attention, layer_norm(block.norm_1, h))
+        h = h + feed_forward(block.feed_forward, layer_norm(block.norm_2, h))
+        read = layer_norm(encoder.norm, h)
+        h = x + decoder.positions.table.weight
+        for block in decoder.blocks:
+            h = h + definitions.linear(block.attention, layer_norm(block.norm_1, h))
+            h = h + cross(block.cross_attention, layer_norm(block.norm_cross, h), read)
+            h = h + feed_forward(block.feed_forward, layer_norm(block.norm_2, h))
+        assert_close(y, layer_norm(decoder.norm, h))
+
+
 def test_any_sequence_module_encodes():
     """An LSTM, one way and both ways: padding of the source is nothing, and its parameters are trained."""
     for causal in [True, False]:
@@ -117,9 +159,9 @@ def test_any_sequence_module_encodes():
         assert all((g != 0).any() for g in torch.autograd.grad(y.sin().sum(), list(model.encoder.parameters())))
 
 
-def test_checkpointing_changes_no_gradient():
+@pytest.mark.parametrize("dropout", [0.0, 0.3])
+def test_checkpointing_changes_no_gradient(dropout: float):
     """Nor do the masks of dropout differ, neither those of branches nor those of weights."""
-    dropout = 0.3
 
     def run(gradient_checkpointing: bool) -> tuple[Tensor, ...]:
         torch.manual_seed(3)
@@ -170,6 +212,9 @@ def test_weights_of_the_attention_to_the_source(kind: type):
         assert (weights[1, ..., 3:] == 0).all()
 
 
+# ----------------------------------------------------------------------------------------------------------- the state
+
+
 def test_a_state_survives_a_checkpoint():
     """Also one from which nothing has been read yet; the example has no source."""
     for max_len, begun in itertools.product([None, 9], [False, True]):
@@ -213,6 +258,9 @@ def _joined(a, b):
         return torch.cat([a, b])
     parts = [_joined(s, t) for s, t in zip(a, b, strict=True)]
     return type(a)(*parts) if hasattr(a, "_fields") else tuple(parts)
+
+
+# --------------------------------------------------------------------------------------------------- what is refused
 
 
 def test_it_does_not_run_without_a_source(monkeypatch: pytest.MonkeyPatch):

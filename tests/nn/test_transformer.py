@@ -217,9 +217,19 @@ def test_automatic_positions_are_those_that_the_attention_lacks():
         Transformer(E, H, 1, positions="rotary")
 
 
-def test_checkpointing_changes_no_gradient_with_dropout():
-    """Whose masks the second forward pass must repeat; and with a state."""
-    x, dropout = torch.randn(2, 7, E), 0.3
+def test_without_positions_the_last_output_is_a_function_of_a_set():
+    model = Transformer(E, H, 1, positions=None).double()
+    x = torch.randn(1, 6, E, dtype=torch.float64)
+    shuffled = x[:, [3, 1, 0, 4, 2, 5]]
+    torch.testing.assert_close(model(shuffled)[0][:, -1], model(x)[0][:, -1])
+    placed = Transformer(E, H, 1, positions=SinusoidalPositions, init="pytorch").double()
+    assert not torch.allclose(placed(shuffled)[0][:, -1], placed(x)[0][:, -1])
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.3])
+def test_checkpointing_changes_no_gradient(dropout: float):
+    """Neither with dropout, whose masks the second forward pass must repeat, nor with a state."""
+    x = torch.randn(2, 7, E)
 
     def run(gradient_checkpointing: bool):
         torch.manual_seed(3)
@@ -504,6 +514,16 @@ def test_cross_attentions_are_assigned_to_the_layers_in_turn():
     assert [c.d_source for c in crosses] == [6, 6, 6]
     assert crosses[1].feature_map.n_features == 16
     assert Transformer(E, H, 1, cross_attention=LinearCrossAttention).blocks[0].cross_attention.d_source == E
+
+
+def test_all_layers_read_the_source():
+    model = uneven(Transformer(E, H, 2, cross_attention=SoftmaxCrossAttention)).double()
+    source = torch.randn(1, 4, E, dtype=torch.float64)
+    state = model.remember(source)
+    layers = [block.cross_attention.remember(source) for block in model.blocks]
+    for made, expected in zip(state.layers, layers, strict=True):
+        assert torch.equal(made.source.kept.keys, expected.kept.keys)
+        assert torch.equal(made.source.kept.values, expected.kept.values)
 
 
 def test_dropout_on_the_branch_that_reads():

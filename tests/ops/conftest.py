@@ -28,6 +28,18 @@ def in_triton(no_notices, monkeypatch: pytest.MonkeyPatch):
 
 
 @pytest.fixture
+def groups(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch):
+    """Say into how many groups a head's chunks are cut, if there are as many chunks, of the module's B · H heads."""
+    module = request.module
+
+    def cut(into: int) -> None:
+        monkeypatch.setattr(module.triton_kernels, "_at_once", lambda device: into * module.B * module.H)
+
+    cut(1)
+    return cut
+
+
+@pytest.fixture
 def capability(monkeypatch: pytest.MonkeyPatch):
     """Say which compute capability the GPU has."""
     monkeypatch.delenv(KERNELS)

@@ -28,7 +28,6 @@ from tests.support.kernels import (
     elu_features,
     gradients,
     linear_definition,
-    louder,
 )
 from tests.support.tensor_sizes import Made
 
@@ -74,6 +73,9 @@ def watched(family: Family, monkeypatch: pytest.MonkeyPatch) -> dict[str, list[t
 def positive(given: list[Tensor]) -> list[Tensor]:
     """With features of queries and keys in place of these."""
     return [*((elu_features(t.detach())).requires_grad_() for t in given[:2]), *given[2:]]
+
+
+# ------------------------------------------------------------------------------------------------------ the definition
 
 
 @pytest.mark.usefixtures("vectors")
@@ -220,6 +222,9 @@ def test_the_operators_are_what_torch_expects(family: Family):
     assert_second_derivative_is_refused(family.function, family.inputs(5), "form='plain' has one")
 
 
+# -------------------------------------------------------------------------------------------------- linear attention's
+
+
 @pytest.mark.usefixtures("vectors")
 def test_the_feature_map_over_its_whole_range():
     x = torch.cat([torch.linspace(-100, 20, 997), torch.tensor([-torch.inf, -0.0, 0.0, 1e30])])
@@ -266,6 +271,14 @@ def flags_of_memory(address: int) -> list[str]:
     raise AssertionError(f"{address:x} is nowhere")
 
 
+# --------------------------------------------------------------------------------------------------------- Performer's
+
+
+def loud(n: int, first: int, last: int, by: float = 12.0) -> Tensor:
+    """Only keys from `first` to `last` are long."""
+    return torch.where((torch.arange(n) >= first) & (torch.arange(n) < last), by, 1.0)[:, None]
+
+
 def with_loud_keys(n: int, louder: Tensor, **options: Any) -> list[Tensor]:
     given = favor_inputs(n, **options)
     return [given[0], (given[1] * louder).detach().requires_grad_(), *given[2:]]
@@ -279,7 +292,7 @@ def test_keys_that_rise_far():
         (3 * C, C + 3, 2 * C + 7),  # later: nothing rises above those before
         (50, 0, 20),
     ):
-        given = with_loud_keys(n, louder(n, first, last, 12.0), seen=False)
+        given = with_loud_keys(n, loud(n, first, last), seen=False)
         assert_alike(FAVOR.function, FAVOR.definition, given, magnified=10)
     given = favor_inputs(2 * C)
     given[6][:, 1] -= 200.0  # far above those before the sequence, which were very long
@@ -290,7 +303,7 @@ def test_keys_that_rise_far():
 
 def test_no_output_depends_on_what_comes_after_however_far_it_rises():
     n = 3 * C
-    q, k, v, *others = (t.detach() for t in with_loud_keys(n, louder(n, 0, C + 2, 12.0), seen=False))
+    q, k, v, *others = (t.detach() for t in with_loud_keys(n, loud(n, 0, C + 2), seen=False))
     before = FAVOR.function(q, k, v, *others)[0]
     for t in (1, C - 1, C, C + 2):
         for factor in (0.0, 0.9, 100.0):  # none as long: it rises; all as long: nothing does
@@ -298,6 +311,9 @@ def test_no_output_depends_on_what_comes_after_however_far_it_rises():
             after = FAVOR.function(*changed, *others)[0]
             assert torch.equal(before[:, :, :t], after[:, :, :t])
             assert not torch.equal(before[:, :, t], after[:, :, t])
+
+
+# ------------------------------------------------------------------------------------------------------- the selection
 
 
 def test_chosen_on_the_cpu(monkeypatch: pytest.MonkeyPatch):

@@ -5,7 +5,16 @@ import sys
 import pytest
 import torch
 
-from lit_effattn.ops import lsh
+from lit_effattn.ops.lsh import (
+    NOWHERE,
+    Chunks,
+    attend_in_chunks,
+    earlier_slots,
+    hash_buckets,
+    ranked_chunks,
+    recent_of,
+    sorted_chunks,
+)
 from tests.support.kernels import assert_second_derivative_is_refused, check_operators
 from tests.support.tensor_sizes import Made, largest_in_training
 
@@ -20,10 +29,11 @@ def random_buckets(n: int, n_buckets: int, lengths: list[int]) -> torch.Tensor:
     return buckets
 
 
+# ------------------------------------------------------------------------------------------------------------ hashing
+
+
 def test_without_columns_all_fall_together():
-    assert torch.equal(
-        lsh.hash_buckets(torch.randn(1, H, 5, 4), torch.empty(R, H, 4, 0)), torch.zeros(1, H, R, 5).long()
-    )
+    assert torch.equal(hash_buckets(torch.randn(1, H, 5, 4), torch.empty(R, H, 4, 0)), torch.zeros(1, H, R, 5).long())
 
 
 def test_near_vectors_fall_together_more_often():
@@ -32,16 +42,19 @@ def test_near_vectors_fall_together_more_often():
     for noise in (0.1, 1.0, 100.0):
         other = x + noise * torch.randn_like(x) / 4
         rotations = torch.randn(1, 1, 16, 4)
-        together.append((lsh.hash_buckets(x, rotations) == lsh.hash_buckets(other, rotations)).float().mean().item())
+        together.append((hash_buckets(x, rotations) == hash_buckets(other, rotations)).float().mean().item())
     assert together[0] > 0.85
     assert together[0] > together[1] + 0.2 > together[2] + 0.4
     assert together[2] == pytest.approx(1 / 8, abs=0.05)
 
 
+# ------------------------------------------------------------------------------------------------------------- chunks
+
+
 def test_sorted_chunks_one_position_after_the_other():
     for lengths, c in itertools.product([[13, 13], [13, 5], [0, 1]], [1, 3, 20]):
         buckets = random_buckets(13, 4, lengths)
-        chunks = lsh.sorted_chunks(buckets, 4, c)
+        chunks = sorted_chunks(buckets, 4, c)
         for b, h, r in HEADS_AND_ROUNDS:
             row = buckets[b, h, r].tolist()
             order = sorted(range(13), key=lambda i: (row[i], i))
@@ -49,14 +62,14 @@ def test_sorted_chunks_one_position_after_the_other():
                 there = i < lengths[b]
                 slot = order.index(i)
                 assert chunks.slots[b, h, r, i] == (slot if there else chunks.n_chunks * c)
-                assert chunks.places[b, h, i, r] == (slot // c * 4 + row[i] if there else lsh.NOWHERE)
+                assert chunks.places[b, h, i, r] == (slot // c * 4 + row[i] if there else NOWHERE)
 
 
 def test_ranked_chunks_one_position_after_the_other():
     for lengths, c, begun in itertools.product([[13, 13], [13, 5], [0, 1]], [1, 3, 20], [False, True]):
         buckets = random_buckets(13, 4, lengths)
         before = torch.randint(8, (B, H, R, 4)) if begun else None
-        chunks, ranks, first, counts = lsh.ranked_chunks(buckets, 4, c, before)
+        chunks, ranks, first, counts = ranked_chunks(buckets, 4, c, before)
         for b, h, r in HEADS_AND_ROUNDS:
             row = buckets[b, h, r].tolist()
             count = [0] * 4 if before is None else before[b, h, r].tolist()
@@ -64,7 +77,7 @@ def test_ranked_chunks_one_position_after_the_other():
             for i in range(13):
                 slot = int(chunks.slots[b, h, r, i])
                 if i >= lengths[b]:
-                    assert chunks.places[b, h, i, r] == lsh.NOWHERE
+                    assert chunks.places[b, h, i, r] == NOWHERE
                     assert slot == chunks.n_chunks * c
                     continue
                 bucket = row[i]
@@ -86,13 +99,16 @@ def test_the_newest_of_a_bucket(c: int):
         ring = [-7] * (2 * c)
         for rank in range(count):
             ring[rank % (2 * c)] = 100 + rank
-        recent = lsh.recent_of(torch.tensor(ring), torch.tensor(count))
+        recent = recent_of(torch.tensor(ring), torch.tensor(count))
         seen = {int(p): int(r) for p, r, s in zip(*recent, strict=True) if s}
         assert seen == {100 + r: r for r in range(count) if r // c >= count // c - 1}
-        slots = lsh.earlier_slots(recent, torch.tensor(count), torch.tensor(4 * c))
+        slots = earlier_slots(recent, torch.tensor(count), torch.tensor(4 * c))
         assert sorted(slots[slots >= 0].tolist()) == [
             4 * c + r - (count // c - 1) * c for r in range(count) if r // c >= count // c - 1
         ]
+
+
+# ---------------------------------------------------------------------------------------------------------- attention
 
 
 def by_definition(x: torch.Tensor, v: torch.Tensor, places: torch.Tensor, n_buckets: int, causal: bool) -> torch.Tensor:
@@ -106,8 +122,8 @@ def by_definition(x: torch.Tensor, v: torch.Tensor, places: torch.Tensor, n_buck
     return scores.masked_fill(~sees, -torch.inf).softmax(-1) @ v
 
 
-def cut(buckets: torch.Tensor, n_buckets: int, c: int, causal: bool) -> lsh.Chunks:
-    return lsh.ranked_chunks(buckets, n_buckets, c)[0] if causal else lsh.sorted_chunks(buckets, n_buckets, c)
+def cut(buckets: torch.Tensor, n_buckets: int, c: int, causal: bool) -> Chunks:
+    return ranked_chunks(buckets, n_buckets, c)[0] if causal else sorted_chunks(buckets, n_buckets, c)
 
 
 def random_case(n: int, d: int, n_buckets: int, c: int, causal: bool, lengths: list[int]) -> tuple[torch.Tensor, ...]:
@@ -127,12 +143,12 @@ def random_case(n: int, d: int, n_buckets: int, c: int, causal: bool, lengths: l
 )
 def test_output_and_gradients_equal_the_definition(monkeypatch, n: int, c: int, at_once: int):
     for plain, causal in itertools.product([False, True], [False, True]):
-        monkeypatch.setattr(sys.modules[lsh.attend_in_chunks.__module__], "_SCORES", at_once)
+        monkeypatch.setattr(sys.modules[attend_in_chunks.__module__], "_SCORES", at_once)
         n_buckets = 2
         x, v, chunks = random_case(n, 4, n_buckets, c, causal, [n, n - 17])
         weights = torch.randn_like(v)
         weights[1, :, n - 17 :] = 0  # padding
-        out = lsh.attend_in_chunks(x, v, chunks.places, chunks, n_buckets, c, causal=causal, plain=plain)
+        out = attend_in_chunks(x, v, chunks.places, chunks, n_buckets, c, causal=causal, plain=plain)
         assert out.isfinite().all()
         expected = by_definition(x, v, chunks.places, n_buckets, causal).masked_fill(weights == 0, 0)
         torch.testing.assert_close(out.masked_fill(weights == 0, 0), expected)
@@ -145,10 +161,10 @@ def test_by_hand_float32_is_near():
     for scale in [1e-3, 1e3]:
         x, v, chunks = random_case(200, 8, 2, 64, True, [200, 200])
         x = (scale * x).detach().requires_grad_()
-        expected = lsh.attend_in_chunks(x, v, chunks.places, chunks, 2, 64, causal=True, plain=True)
+        expected = attend_in_chunks(x, v, chunks.places, chunks, 2, 64, causal=True, plain=True)
         wanted = torch.autograd.grad(expected.square().sum(), (x, v))
         x, v = (t.detach().float().requires_grad_() for t in (x, v))
-        out = lsh.attend_in_chunks(x, v, chunks.places, chunks, 2, 64, causal=True)
+        out = attend_in_chunks(x, v, chunks.places, chunks, 2, 64, causal=True)
         assert out.dtype == torch.float32
         for a, b in zip((out, *torch.autograd.grad(out.square().sum(), (x, v))), (expected, *wanted), strict=True):
             assert (a - b).norm() <= 1e-4 * b.norm()
@@ -157,7 +173,7 @@ def test_by_hand_float32_is_near():
 def test_by_hand_what_is_alone_asks_nothing():
     """Its score with itself is no product, so it has exactly no gradient."""
     x, v, chunks = random_case(1, 64, 2, 4, True, [1, 1])
-    out = lsh.attend_in_chunks(x, v, chunks.places, chunks, 2, 4, causal=True)
+    out = attend_in_chunks(x, v, chunks.places, chunks, 2, 4, causal=True)
     assert not torch.autograd.grad(out, x, torch.randn_like(out))[0].any()
 
 
@@ -174,7 +190,7 @@ def test_the_operators_are_what_torch_expects():
 def test_a_second_derivative_is_refused_and_named():
     x, v, chunks = random_case(6, 4, 2, 2, True, [6, 6])
     assert_second_derivative_is_refused(
-        lambda x, v: lsh.attend_in_chunks(x, v, chunks.places, chunks, 2, 2, causal=True)[None],
+        lambda x, v: attend_in_chunks(x, v, chunks.places, chunks, 2, 2, causal=True)[None],
         (x, v),
         "plain=True has one",
     )
@@ -185,11 +201,11 @@ def test_a_second_derivative_is_refused_and_named():
 def test_nothing_of_size_n_squared_is_made(plain: bool, causal: bool):
     n, c, n_buckets, d = 2048, 16, 128, 8
     x, v = (torch.randn(1, 1, n, d) for _ in range(2))
-    buckets = lsh.hash_buckets(x, torch.randn(1, 1, d, n_buckets // 2))
+    buckets = hash_buckets(x, torch.randn(1, 1, d, n_buckets // 2))
     chunks = cut(buckets, n_buckets, c, causal)
 
     def attend(x, v):
-        return lsh.attend_in_chunks(x, v, chunks.places, chunks, n_buckets, c, causal=causal, plain=plain)
+        return attend_in_chunks(x, v, chunks.places, chunks, n_buckets, c, causal=causal, plain=plain)
 
     assert chunks.n_chunks <= n // c + n_buckets
     assert largest_in_training(attend, x, v) <= 2 * n * 2 * c < n * n // 10
@@ -197,12 +213,12 @@ def test_nothing_of_size_n_squared_is_made(plain: bool, causal: bool):
 
 def test_by_hand_little_is_made_beside_outputs_and_gradients(monkeypatch):
     """No scores of all chunks, nor vectors of all slots."""
-    monkeypatch.setattr(sys.modules[lsh.attend_in_chunks.__module__], "_SCORES", 2**11 // torch.get_num_threads())
+    monkeypatch.setattr(sys.modules[attend_in_chunks.__module__], "_SCORES", 2**11 // torch.get_num_threads())
     n, c, n_buckets, d = 2048, 32, 64, 8
     x, v = (torch.randn(1, 1, n, d, requires_grad=True) for _ in range(2))
-    chunks = cut(lsh.hash_buckets(x, torch.randn(R, 1, d, n_buckets // 2)), n_buckets, c, True)
+    chunks = cut(hash_buckets(x, torch.randn(R, 1, d, n_buckets // 2)), n_buckets, c, True)
     with Made() as made:
-        out = lsh.attend_in_chunks(x, v, chunks.places, chunks, n_buckets, c, causal=True)
+        out = attend_in_chunks(x, v, chunks.places, chunks, n_buckets, c, causal=True)
         torch.autograd.grad(out, (x, v), torch.rand_like(out))
     of_slots = R * chunks.n_chunks * c + R
     assert made.large(of_slots) == [] or max(made.sizes) <= (chunks.n_chunks * c + 1) * d

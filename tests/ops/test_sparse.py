@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from lit_effattn.ops.sparse import fixed_attention, strided_attention, summary_positions
-from tests.support.tensor_sizes import largest_in_training
+from tests.support.tensor_sizes import Largest, largest_in_training
 
 B, H, D, D_V = 2, 3, 4, 5
 SETS = [(True, True), (True, False), (False, True)]
@@ -100,8 +100,16 @@ def test_fixed_goes_on_from_where_each_row_stands(columns: list, local: bool, di
                         if p < s + n:
                             stored[b, h, slot] = t[b, h, p]
         parts = [torch.stack([t[b, :, s : s + n] for b, s in enumerate(pair)]) for t in (q, k, v, expected)]
-        before = {"start": torch.tensor(pair), "block": tuple(block), "summary": tuple(summary)}
-        y = fixed_attention(*parts[:3], 4, torch.tensor(columns), local=local, distant=distant, **before)
+        y = fixed_attention(
+            *parts[:3],
+            4,
+            torch.tensor(columns),
+            local=local,
+            distant=distant,
+            start=torch.tensor(pair),
+            block=tuple(block),
+            summary=tuple(summary),
+        )
         torch.testing.assert_close(y, parts[3])
 
 
@@ -189,3 +197,11 @@ def test_going_on_makes_nothing_of_size_n_squared():
     q, k, v = (torch.rand(2, 1, m, d) for m in (n, 2 * n, 2 * n))
     most = largest_in_training(lambda *a: strided_attention(*a, stride, start=start), q, k, v)
     assert most < n * 2 * n / 4
+
+
+def test_one_step_gathers_what_it_sees():
+    m, stride, d = 4096, 64, 8
+    q, k, v = (torch.rand(1, 1, n, d) for n in (1, m, m))
+    with torch.no_grad(), Largest() as largest:
+        strided_attention(q, k, v, stride, start=torch.tensor([4000]))
+    assert largest.elements <= 2 * stride * d

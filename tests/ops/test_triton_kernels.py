@@ -27,7 +27,7 @@ from lit_effattn.ops.runtime import operators
 from lit_effattn.ops.runtime.operators import KERNELS
 from tests.support import gated_linear, kernels
 from tests.support.families import FAMILIES, FAVOR, GATED, LINEAR, Family, favor_inputs, gated_inputs, linear_inputs
-from tests.support.kernels import gradients, louder, positive_definition
+from tests.support.kernels import gradients, positive_definition
 from tests.support.rounding import rounding
 
 pytest.importorskip("triton")
@@ -289,6 +289,11 @@ def test_what_is_not_a_number_is_not_hidden():
 
 
 # --------------------------------------------------------------------------------------- keys that rise, strong decays
+
+
+def louder(n: int, first: int, last: int, by: float) -> Tensor:
+    """Keys of large norms have small features: those that come after them rise far."""
+    return torch.where((torch.arange(n) >= first) & (torch.arange(n) < last), by, 1.0)[:, None]
 
 
 @pytest.mark.parametrize(

@@ -51,11 +51,6 @@ def favor_definition(log_q, log_k, v, s, z, m, valid):
     return out, s * kept[..., None] + keys.mT @ v, z * kept + keys.sum(2), after
 
 
-def louder(n: int, first: int, last: int, by: float) -> Tensor:
-    """Factors (N, 1) that make some keys long. Their features are small: those of the keys after them rise far."""
-    return torch.where((torch.arange(n) >= first) & (torch.arange(n) < last), by, 1.0)[:, None]
-
-
 def positive_definition(q, k, v, omega, s, z, m, lengths=None):
     """`favor_definition` with positive features (lemma 1), of the valid keys."""
     log_q, log_k = (log_positive(x, omega) for x in (q, k))

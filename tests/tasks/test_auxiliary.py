@@ -100,11 +100,14 @@ def test_several_sequences_in_a_row_are_refused():
         made.objective(TokenBatch(tokens, tokens, starts=tokens > 1))
 
 
-def test_wrong_settings_are_named():
-    for options, message in [
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
         ({"n_targets": 0}, "n_targets=0"),
         ({"n_targets": 2, "target_weight": -1.0}, "target_weight=-1.0"),
         ({"intermediate_losses": True}, "intermediate_losses=True needs a Transformer, not LSTM"),
-    ]:
-        with pytest.raises(ValueError, match=message):
-            LanguageModel(LSTM(8, 1), V, **options)
+    ],
+)
+def test_wrong_settings_are_named(options: dict, message: str):
+    with pytest.raises(ValueError, match=message):
+        LanguageModel(LSTM(8, 1), V, **options)

@@ -11,24 +11,35 @@ from torch import Tensor
 from torch.utils.data import DataLoader, TensorDataset
 
 from lit_effattn import LSTM, SequenceClassifier, Transformer
-from lit_effattn import attention as kinds
+from lit_effattn.attention import (
+    CompressiveAttention,
+    InfiniteAttention,
+    LinearAttention,
+    LSHAttention,
+    PerformerAttention,
+    ShawAttention,
+    SoftmaxAttention,
+    SparseAttention,
+    TransformerXLAttention,
+)
 from lit_effattn.attention.positions import GridPositions, LearnedPositions
+from lit_effattn.callbacks import MemoryCarry
 from lit_effattn.datamodules import LabelledBatch, pack, pad_labelled
 
 CLASSES = ("a", "b, and c", "d")
 VOCAB = 7
 STACK = partial(Transformer, 8, 2, 2, init="pytorch")
 BACKBONES = {
-    "softmax": partial(STACK, attention=kinds.SoftmaxAttention),
-    "shaw": partial(STACK, attention=partial(kinds.ShawAttention, max_distance=3), causal=False),
-    "sparse": partial(STACK, attention=partial(kinds.SparseAttention, stride=3)),
-    "lsh": partial(STACK, attention=partial(kinds.LSHAttention, chunk_size=4), causal=False),
-    "xl": partial(STACK, attention=partial(kinds.TransformerXLAttention, mem_len=4), positions=None),
-    "compressive": partial(STACK, attention=partial(kinds.CompressiveAttention, mem_len=4), positions=None),
-    "infinite": partial(STACK, attention=partial(kinds.InfiniteAttention, mem_len=4, segment_len=4), positions=None),
-    "linear": partial(STACK, attention=kinds.LinearAttention, causal=False),
-    "causal linear": partial(STACK, attention=partial(kinds.LinearAttention, chunk_size=4)),
-    "performer": partial(STACK, attention=kinds.PerformerAttention, causal=False),
+    "softmax": partial(STACK, attention=SoftmaxAttention),
+    "shaw": partial(STACK, attention=partial(ShawAttention, max_distance=3), causal=False),
+    "sparse": partial(STACK, attention=partial(SparseAttention, stride=3)),
+    "lsh": partial(STACK, attention=partial(LSHAttention, chunk_size=4), causal=False),
+    "xl": partial(STACK, attention=partial(TransformerXLAttention, mem_len=4), positions=None),
+    "compressive": partial(STACK, attention=partial(CompressiveAttention, mem_len=4), positions=None),
+    "infinite": partial(STACK, attention=partial(InfiniteAttention, mem_len=4, segment_len=4), positions=None),
+    "linear": partial(STACK, attention=LinearAttention, causal=False),
+    "causal linear": partial(STACK, attention=partial(LinearAttention, chunk_size=4)),
+    "performer": partial(STACK, attention=PerformerAttention, causal=False),
     "lstm": partial(LSTM, 8, 2),
     "bilstm": partial(LSTM, 8, 2, causal=False),
 }
@@ -54,6 +65,9 @@ def by_definition(made: SequenceClassifier, row: Tensor, embedded: Tensor, pooli
     pooled = hidden[-1] if pooling == "last" else sum(hidden) / len(hidden)
     logits = made.output.weight.detach().numpy() @ pooled + made.output.bias.detach().numpy()
     return np.exp(logits) / np.exp(logits).sum()
+
+
+# --------------------------------------------------------------------------------------------------- probabilities
 
 
 @pytest.mark.parametrize(
@@ -106,6 +120,9 @@ def test_neighbouring_levels_may_start_alike():
     assert weight.square().mean().item() == pytest.approx(0.25, rel=0.1)
     alike = torch.nn.functional.cosine_similarity(weight[10:11], weight)
     assert alike[9] > alike[7] > alike[20]
+
+
+# ------------------------------------------------------------------------------------------------- loss and scores
 
 
 def test_loss_by_definition():
@@ -193,7 +210,7 @@ def test_any_data_set_of_x_and_y_trains_a_model_that_its_checkpoint_rebuilds(tmp
     x[torch.arange(128), torch.randint(12, (128,))] = labels
     loader = DataLoader(TensorDataset(x, labels), batch_size=32)
     made = SequenceClassifier(
-        Transformer(16, 2, 1, attention=kinds.LinearAttention, causal=False),
+        Transformer(16, 2, 1, attention=LinearAttention, causal=False),
         ("zero", "one"),
         VOCAB,
         optimizer=partial(torch.optim.AdamW, lr=0.01),
@@ -211,6 +228,9 @@ def test_any_data_set_of_x_and_y_trains_a_model_that_its_checkpoint_rebuilds(tmp
     with torch.no_grad():
         p = made.eval().cpu()(x).exp().max(1).values
     torch.testing.assert_close(torch.cat([part["probability"] for part in predictions]), p)
+
+
+# ------------------------------------------------------------------------------------------------------ predictions
 
 
 def table(path: Path) -> list[dict[str, str]]:
@@ -259,8 +279,12 @@ def test_predictions_without_labels_are_written_without_them(tmp_path: Path):
     assert not (tmp_path / "confusion.png").exists()
 
 
-def test_bad_options_are_refused():
-    for backbone, options, words in [
+# --------------------------------------------------------------------------------------------------- what is refused
+
+
+@pytest.mark.parametrize(
+    ("backbone", "options", "words"),
+    [
         ("bilstm", {"pooling": "last"}, "pooling='last' needs a causal backbone"),
         ("linear", {"pooling": "max"}, "pooling='max' is not one of mean, last"),
         ("linear", {"classes": ("a",)}, "fewer than two classes"),
@@ -269,9 +293,11 @@ def test_bad_options_are_refused():
         ("linear", {"n_features": 3, "vocab_size": 2}, "vocab_size=2 and n_features=3"),
         ("linear", {"n_features": 0}, "n_features=0 must be at least 1"),
         ("linear", {"label_smoothing": 1.0}, "label_smoothing=1.0"),
-    ]:
-        with pytest.raises(ValueError, match=words):
-            model(backbone, **options)
+    ],
+)
+def test_bad_options_are_refused(backbone: str, options: dict, words: str):
+    with pytest.raises(ValueError, match=words):
+        model(backbone, **options)
 
 
 X, Y = torch.zeros(2, 5, dtype=torch.long), torch.tensor([0, 2])
@@ -320,6 +346,12 @@ def test_a_checkpoint_of_other_classes_is_refused(classes: tuple[str, ...], word
     model().on_load_checkpoint(checkpoint)
     with pytest.raises(ValueError, match=words):
         model(classes=classes).on_load_checkpoint(checkpoint)
+
+
+def test_a_carried_memory_is_refused():
+    """Each sequence has a class of its own."""
+    with pytest.raises(ValueError, match="SequenceClassifier carries no memory between batches; leave it out"):
+        MemoryCarry().setup(pl.Trainer(logger=False, accelerator="cpu"), model("lstm"), "fit")
 
 
 def test_a_batch_is_padded_on_the_right():

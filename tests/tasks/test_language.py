@@ -212,6 +212,9 @@ def test_the_embedding_is_scaled():
         assert made(given)[0, 0].item() == pytest.approx(conditionals(made, given)[0][0])
 
 
+# --------------------------------------------------------------------------------------------------------- generation
+
+
 @pytest.mark.parametrize(
     ("attention", "compile"),
     [
@@ -241,6 +244,9 @@ def test_a_tokenizer_comes_with_the_model():
         _ = model().text
 
 
+# ----------------------------------------------------------------------------------------------------------- training
+
+
 @pytest.mark.exhaustive
 def test_copying_is_learned(tmp_path):
     """The loss falls far below ln 3 = 1.0986, which is what a model that does not look back scores."""
@@ -267,15 +273,26 @@ def test_a_checkpoint_builds_the_model_again(tmp_path):
     assert again.head.proj.weight is again.embedding.weight
 
 
-def test_wrong_settings_are_named():
-    for options, message in [
+# ------------------------------------------------------------------------------------------------------------- errors
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
         ({"unit": "bit"}, "unit='bit' is not one of"),
         ({"label_smoothing": 1.0}, "label_smoothing=1.0"),
         ({"eval_mem_len": 3}, "eval_mem_len=3, but no module in the backbone has a `mem_len`"),
         ({"eval_window": 0}, "window=0"),
-    ]:
-        with pytest.raises(ValueError, match=message):
-            model(**options)
+    ],
+)
+def test_wrong_settings_are_named(options: dict, message: str):
+    with pytest.raises(ValueError, match=message):
+        model(**options)
+
+
+def test_a_backbone_that_sees_the_future_is_refused():
+    with pytest.raises(ValueError, match="causal=False"):
+        LanguageModel(Transformer(8, 2, 1, causal=False), V)
 
 
 def test_a_token_of_another_vocabulary_is_named():
@@ -328,9 +345,18 @@ def test_packed_documents_are_scored_as_apart(attention: Any):
     made = model(attention)
     nll = {}
     for packed in (False, True):
-        options = {"segment_len": 5, "batch_size": 1, "num_replicas": 1, "rank": 0, "drop_last": False}
-        borders = np.cumsum([0, *sizes])
-        streams = TokenStreams(tokens, borders, start=V - 1, joined=packed, packed=packed, **options)
+        streams = TokenStreams(
+            tokens,
+            np.cumsum([0, *sizes]),
+            start=V - 1,
+            segment_len=5,
+            batch_size=1,
+            num_replicas=1,
+            rank=0,
+            joined=packed,
+            packed=packed,
+            drop_last=False,
+        )
         memory, scored = made.backbone.initial_state(1), []
         for t in range(len(streams)):
             segment = streams[t]

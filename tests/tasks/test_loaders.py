@@ -5,6 +5,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import lightning.pytorch as pl
 import pytest
 import torch
 from torch.utils.data import DataLoader, IterableDataset
@@ -13,7 +14,7 @@ from lit_effattn import PixelModel, Transformer
 from lit_effattn.callbacks import GlobalLossNormalization, LastCheckpoint, StopOnSignal, Stopped
 from lit_effattn.cli.failures import explained
 from lit_effattn.tasks import loaders
-from tests.callbacks.tiny import Send, trainer
+from tests.callbacks.tiny import trainer
 
 IMAGES = [torch.full((6,), i % 4) for i in range(26)]
 
@@ -60,9 +61,13 @@ def test_the_smaller_last_step_of_an_epoch_is_announced(normalise: bool, n_batch
 
 
 def test_data_that_come_again_are_announced(tmp_path: Path):
-    send = Send(4, signal.SIGTERM, hook="on_train_batch_start")
+    class StopAt(pl.Callback):
+        def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+            if trainer.global_step == 4:
+                signal.raise_signal(signal.SIGTERM)
+
     with pytest.raises(Stopped):
-        trainer(tmp_path, [StopOnSignal(), send, LastCheckpoint()], max_epochs=1).fit(model(), loader(Stream()))
+        trainer(tmp_path, [StopOnSignal(), StopAt(), LastCheckpoint()], max_epochs=1).fit(model(), loader(Stream()))
     last = tmp_path / "checkpoints" / "last.ckpt"
     with pytest.warns(UserWarning, match="the interrupted epoch's 5 batches come again: the DataLoader .*state_dict"):
         trainer(tmp_path, [LastCheckpoint()], max_epochs=1).fit(model(), loader(Stream()), ckpt_path=last)

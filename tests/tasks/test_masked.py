@@ -186,14 +186,29 @@ def test_a_model_that_copies_its_input_is_right_by_chance_alone(root: Path):
 def bert() -> tuple[Any, MaskedLanguageModel]:
     """A BERT of transformers with random weights, and the same model here."""
     torch.manual_seed(0)
-    sizes = {"vocab_size": V, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 4}
-    sizes |= {"intermediate_size": 24, "max_position_embeddings": 20}
-    config = transformers.BertConfig(**sizes, attn_implementation="eager")
+    config = transformers.BertConfig(
+        vocab_size=V,
+        hidden_size=16,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        intermediate_size=24,
+        max_position_embeddings=20,
+        attn_implementation="eager",
+    )
     theirs = transformers.BertForMaskedLM(config).double().eval()
     for p in theirs.parameters():
         nn.init.normal_(p, std=0.3)
-    norms: dict[str, Any] = {"norm": "post", "norm_eps": 1e-12, "input_norm": True}
-    backbone = Transformer(16, 4, 2, 24, causal=False, positions=partial(LearnedPositions, max_len=20), **norms)
+    backbone = Transformer(
+        16,
+        4,
+        2,
+        24,
+        causal=False,
+        positions=partial(LearnedPositions, max_len=20),
+        norm="post",
+        norm_eps=1e-12,
+        input_norm=True,
+    )
     ours, untied = (model(backbone, tie=tie, head=partial(CategoricalHead, transform=True)) for tie in (True, False))
     assert ours.head.proj.weight is ours.embedding.weight
     assert untied.head.proj.weight is not untied.embedding.weight
@@ -258,16 +273,31 @@ def test_what_is_refused():
 
 # ------------------------------------------------------------------------------------------------------- the command
 
-SIZES = {"d_model": 16, "n_heads": 2, "n_layers": 1, "causal": False, "dropout": 0.2}
-PROTEINS = {"source": "files", "root": "proteins", "tokens": "amino_acids", "documents": "whole"}
 TINY: dict[str, Any] = {
     "seed_everything": 3,
     "model": spec(
         "MaskedLanguageModel",
-        backbone=spec("Transformer", **SIZES, attention=spec("PerformerAttention", features="relu")),
+        backbone=spec(
+            "Transformer",
+            d_model=16,
+            n_heads=2,
+            n_layers=1,
+            causal=False,
+            attention=spec("PerformerAttention", features="relu"),
+            dropout=0.2,
+        ),
         optimizer=spec("torch.optim.AdamW", lr=0.003),
     ),
-    "data": spec("TextStream", **PROTEINS, segment_len=48, batch_size=4, shuffle_seed=0),
+    "data": spec(
+        "TextStream",
+        source="files",
+        root="proteins",
+        tokens="amino_acids",
+        documents="whole",
+        segment_len=48,
+        batch_size=4,
+        shuffle_seed=0,
+    ),
     "trainer": {"max_epochs": 2, "enable_progress_bar": False, "logger": False},
 }
 

@@ -21,6 +21,14 @@ def test_sums_are_divided_once():
     assert abs(mean_of_means - expected) > 0.5
 
 
+def test_calling_it_adds_too():
+    """`metric(batch)` returns the batch's figure and keeps the whole."""
+    metric = BitsPerDim()
+    assert metric(torch.full((4,), math.log(2))).item() == pytest.approx(1)
+    assert metric(torch.full((12,), 3 * math.log(2))).item() == pytest.approx(3)
+    assert metric.compute().item() == pytest.approx((4 * 1 + 12 * 3) / 16)
+
+
 def test_small_numbers_are_not_lost_in_large_sums():
     """A float32 sum of 2²⁴ + 1 + 1 + … stays at 2²⁴."""
     metric = BitsPerDim()

@@ -9,7 +9,17 @@ import yaml
 from torch import Tensor, nn
 
 from lit_effattn import LSTM, LanguageModel, PixelModel, SequenceToSequence, SpeechRecognizer, Transformer
-from lit_effattn import attention as kinds
+from lit_effattn.attention import (
+    DeltaNetAttention,
+    GatedDeltaNetAttention,
+    KimiDeltaAttention,
+    Mamba2Attention,
+    ShawAttention,
+    SoftmaxAttention,
+    SoftmaxCrossAttention,
+    TransformerXLAttention,
+    WindowedLinearAttention,
+)
 from lit_effattn.attention.positions import LearnedPositions
 from lit_effattn.cli import main
 from lit_effattn.nn.encoder_decoder import EncoderDecoder
@@ -60,13 +70,13 @@ def test_each_parameter_takes_the_step_of_its_rule():
     ("made", "expected"),
     [
         (
-            lambda: LanguageModel(Transformer(8, 2, 1, attention=kinds.TransformerXLAttention), 9, tie=True),
+            lambda: LanguageModel(Transformer(8, 2, 1, attention=TransformerXLAttention), 9, tie=True),
             {f"backbone.blocks.0.attention.{x}_proj.weight" for x in ("q", "k", "v", "r", "out")}
             | {f"backbone.blocks.0.feed_forward.{x}.weight" for x in ("up", "down")},
         ),
         (
             lambda: LanguageModel(
-                Transformer(8, 2, 1, attention=kinds.ShawAttention, positions=partial(LearnedPositions, max_len=5)), 9
+                Transformer(8, 2, 1, attention=ShawAttention, positions=partial(LearnedPositions, max_len=5)), 9
             ),
             {f"backbone.blocks.0.attention.{x}_proj.weight" for x in ("q", "k", "v", "out")}
             | {f"backbone.blocks.0.feed_forward.{x}.weight" for x in ("up", "down")},
@@ -76,9 +86,7 @@ def test_each_parameter_takes_the_step_of_its_rule():
             {f"backbone.layers.{i}.weight_{x}" for i in (0, 1) for x in ("ih", "hh")},
         ),
         (
-            lambda: SpeechRecognizer(
-                Transformer(8, 2, 1, attention=kinds.DeltaNetAttention), 5, ("a", "b"), look_ahead=2
-            ),
+            lambda: SpeechRecognizer(Transformer(8, 2, 1, attention=DeltaNetAttention), 5, ("a", "b"), look_ahead=2),
             {f"backbone.module.blocks.0.attention.{x}_proj.weight" for x in ("q", "k", "v", "out", "beta")}
             | {f"backbone.module.blocks.0.feed_forward.{x}.weight" for x in ("up", "down")},
         ),
@@ -91,11 +99,11 @@ def test_hidden_matrices_are_those_of_the_backbone(made, expected: set[str]):
 
 
 GATES = {
-    kinds.Mamba2Attention: ("a_log", "dt_bias", "skip"),
-    kinds.GatedDeltaNetAttention: ("a_log", "dt_bias"),
-    kinds.KimiDeltaAttention: ("a_log", "dt_bias"),
-    kinds.WindowedLinearAttention: ("mixing",),
-    kinds.SoftmaxAttention: (),
+    Mamba2Attention: ("a_log", "dt_bias", "skip"),
+    GatedDeltaNetAttention: ("a_log", "dt_bias"),
+    KimiDeltaAttention: ("a_log", "dt_bias"),
+    WindowedLinearAttention: ("mixing",),
+    SoftmaxAttention: (),
 }
 
 
@@ -129,7 +137,7 @@ def test_weight_decay_does_not_apply_to_gates(kind, optimizer):
 
 
 def test_biases_and_gains_are_those_of_every_kind_of_layer():
-    made = LanguageModel(Transformer(8, 2, 1, attention=kinds.TransformerXLAttention, norm_kind="rms"), 9)
+    made = LanguageModel(Transformer(8, 2, 1, attention=TransformerXLAttention, norm_kind="rms"), 9)
     exempt = names(made, without_decay(made, decay_biases_and_gains=False))
     assert {"backbone.blocks.0.attention.u", "backbone.blocks.0.attention.v", "backbone.norm.weight"} < exempt
     assert not [name for name in exempt if name.endswith("weight") and "norm" not in name]
@@ -141,7 +149,7 @@ def test_biases_and_gains_are_those_of_every_kind_of_layer():
 
 
 def test_groups_are_divided_only_where_there_is_decay():
-    made = LanguageModel(Transformer(8, 2, 1, attention=kinds.Mamba2Attention), 9)
+    made = LanguageModel(Transformer(8, 2, 1, attention=Mamba2Attention), 9)
     sizes = []
     for optimizer in (torch.optim.RAdam, partial(torch.optim.AdamW, weight_decay=0.1), torch.optim.Rprop):
         made._optimizer = optimizer
@@ -151,10 +159,10 @@ def test_groups_are_divided_only_where_there_is_decay():
 
 
 def test_a_module_can_name_only_its_own_parameters():
-    class Misspelt(kinds.Mamba2Attention):
+    class Misspelt(Mamba2Attention):
         no_weight_decay = ("a_logs",)
 
-    class OneName(kinds.Mamba2Attention):
+    class OneName(Mamba2Attention):
         no_weight_decay = "skip"
 
     for kind in (Misspelt, OneName):
@@ -164,7 +172,7 @@ def test_a_module_can_name_only_its_own_parameters():
 
 def test_encoder_and_decoder_are_hidden_and_their_embeddings_are_not():
     backbone = EncoderDecoder(
-        Transformer(8, 2, 1, causal=False), Transformer(8, 2, 1, cross_attention=kinds.SoftmaxCrossAttention)
+        Transformer(8, 2, 1, causal=False), Transformer(8, 2, 1, cross_attention=SoftmaxCrossAttention)
     )
     task = SequenceToSequence(backbone, 7, 9)
     hidden = names(task, hidden_matrices(task))
@@ -220,16 +228,19 @@ def test_the_command_resumes_it_bit_for_bit(tmp_path: Path, monkeypatch: pytest.
     }
 
 
-def test_bad_options_are_named():
-    for options, words in [
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
         ({"lr": -1.0}, r"lr=-1\.0"),
         ({"adamw_lr": -1.0}, r"adamw_lr=-1\.0"),
         ({"momentum": 1.0}, r"momentum=1\.0"),
         ({"ns_steps": 0}, "ns_steps=0"),
         ({"weight_decay": float("nan")}, "weight_decay=nan"),
-    ]:
-        with pytest.raises(ValueError, match=words):
-            MuonWithAdamW([torch.zeros(2, 2)], **options)
+    ],
+)
+def test_bad_options_are_named(options: dict, words: str):
+    with pytest.raises(ValueError, match=words):
+        MuonWithAdamW([torch.zeros(2, 2)], **options)
 
 
 def test_a_model_without_matrices_is_refused():

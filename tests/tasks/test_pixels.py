@@ -50,6 +50,9 @@ KINDS = {"softmax": SoftmaxAttention, "linear": partial(LinearAttention, chunk_s
 HEADS = [CategoricalHead, partial(MixtureOfLogisticsHead, n_mixtures=2)]
 
 
+# -------------------------------------------------------------------------------------------------------- likelihood
+
+
 @pytest.mark.parametrize("head", HEADS, ids=["categorical", "mixture"])
 @pytest.mark.parametrize("attention", KINDS)
 @torch.no_grad()
@@ -108,6 +111,9 @@ def test_spread_of_the_embedding():
     for std in (1.0, 0.02):
         made = PixelModel(Transformer(64, 2, 1), (2, 2, 1), 256, embedding_std=std)
         assert made.embedding.weight.std().item() == pytest.approx(std, rel=0.05)
+
+
+# ----------------------------------------------------------------------------------------------------------- samples
 
 
 @pytest.mark.parametrize("n_given", [0, 4])
@@ -172,6 +178,9 @@ def test_images_of_levels():
     assert drawn.tolist() == [[[[0, 191]], [[64, 255]], [[128, 0]]]]
 
 
+# ------------------------------------------------------------------------------------------------- what is refused
+
+
 def test_images_of_another_size():
     with pytest.raises(ValueError, match=r"\(2, 7\).*2×3×1.*\(batch, 6\)"):
         model().nll(images(2, 7))
@@ -193,6 +202,14 @@ def test_unknown_levels(level: int):
 def test_nothing_left_to_draw():
     with pytest.raises(ValueError, match="n_dims=0: 6 of an image's 6 dimensions are given, 0 are left"):
         model().sample(given=images(1))
+
+
+def test_a_backbone_that_sees_the_future():
+    with pytest.raises(ValueError, match=r"causal=False.*causal=True"):
+        PixelModel(Transformer(8, 2, 1, causal=False), SHAPE, LEVELS)
+
+
+# ------------------------------------------------------------------------------------------------------ checkpoints
 
 
 def data(n: int = 8, batch_size: int = 4, dims: int = 6, n_levels: int = LEVELS) -> DataLoader:
@@ -299,6 +316,9 @@ def test_a_checkpoint_of_another_model_is_rejected_in_a_few_words(tmp_path: Path
     shallower = torch.load(trained(deeper, tmp_path), weights_only=True)
     with pytest.raises(ValueError, match=r"backbone\.blocks\.1\.\S+ is \S+ in the checkpoint, absent here"):
         PixelModel(Transformer(8, 2, 1), SHAPE, LEVELS).on_load_checkpoint(shallower)
+
+
+# --------------------------------------------------------------------------------------------- metrics and training
 
 
 @pytest.mark.parametrize("stage", ["val", "test"])

@@ -105,12 +105,15 @@ def test_scores_compare_words():
     }
 
 
-def test_wrong_options():
-    for options, message in [
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
         ({"response_metrics": ["meteor"]}, "response_metrics='meteor' is not one of f1, rouge_l, exact"),
         ({"eval_window": 4}, "eval_window=4: responses are written from a memory"),
         ({"beam": 0}, "beam=0 must be at least 1"),
         ({"max_response_len": 0}, "max_response_len=0 must be at least 1"),
-    ]:
-        with pytest.raises(ValueError, match=message):
-            model(**options)
+    ],
+)
+def test_wrong_options(options: dict[str, Any], message: str):
+    with pytest.raises(ValueError, match=message):
+        model(**options)

@@ -36,8 +36,9 @@ def test_a_byte_order_mark_and_the_case_of_the_name_do_not_matter(tmp_path: Path
     assert read_prompts(written(tmp_path, '\ufeff"a"'.encode(), "X.JSONL")) == [Prompt("a")]
 
 
-def test_other_lines_are_refused(tmp_path: Path):
-    for line, message in [
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
         ("def f(", "prompts.jsonl:2: .* a line of .jsonl is a string or an object"),
         ("[" * 100_000, "prompts.jsonl:2: "),
         ("3", "prompts.jsonl:2: 3 is neither a string nor"),
@@ -47,9 +48,11 @@ def test_other_lines_are_refused(tmp_path: Path):
         ('{"prompt": "a", "n_tokens": 0}', "n_tokens an integer of at least 1"),
         (r'"a\ud800"', "half of a surrogate pair is not a character"),
         ('{"prompt": "a", "n_tokens": true}', "n_tokens an integer of at least 1"),
-    ]:
-        with pytest.raises(ValueError, match=message):
-            read_prompts(written(tmp_path, f'"a"\n{line}\n'.encode(), "prompts.jsonl"))
+    ],
+)
+def test_other_lines_are_refused(line: str, message: str, tmp_path: Path):
+    with pytest.raises(ValueError, match=message):
+        read_prompts(written(tmp_path, f'"a"\n{line}\n'.encode(), "prompts.jsonl"))
 
 
 def test_other_files_are_refused(tmp_path: Path):

@@ -78,10 +78,12 @@ def test_a_fraction_of_the_steps_of_the_run():
     assert given.total_steps == 2
 
 
-def test_runs_without_a_limit_or_below_the_warmup_are_rejected():
-    for warmup_steps, run_steps, words in [(0, math.inf, "no limit in steps.*max_steps"), (9, 8, "9 must be below")]:
-        with pytest.raises(ValueError, match=words):
-            WarmupCosine(optimiser(), warmup_steps=warmup_steps).set_total_steps(run_steps)
+@pytest.mark.parametrize(
+    ("warmup_steps", "run_steps", "words"), [(0, math.inf, "no limit in steps.*max_steps"), (9, 8, "9 must be below")]
+)
+def test_runs_without_a_limit_or_below_the_warmup_are_rejected(warmup_steps: int, run_steps: float, words: str):
+    with pytest.raises(ValueError, match=words):
+        WarmupCosine(optimiser(), warmup_steps=warmup_steps).set_total_steps(run_steps)
 
 
 @pytest.mark.parametrize(

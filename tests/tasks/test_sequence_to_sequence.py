@@ -130,8 +130,9 @@ def test_the_papers_sizes(name: str, stacks: int):
     assert sum(p.numel() for p in made.parameters()) == stacks + width * 37_000
 
 
-def test_bad_arguments_are_named():
-    for options, message in [
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
         ({"label_smoothing": 1.0}, "label_smoothing=1.0"),
         ({"tie": "both"}, "tie='both'"),
         ({"tie": "all"}, r"one vocabulary .* \(6, 8\) and \(5, 8\); set joint=true"),
@@ -141,9 +142,12 @@ def test_bad_arguments_are_named():
         ({"length_penalty": -1.0}, "length_penalty=-1.0"),
         ({"length_norm": "wu"}, "length_norm='wu' is not one of gnmt, average"),
         ({"max_output_len": 0}, "max_output_len=0"),
-    ]:
-        with pytest.raises(ValueError, match=message):
-            model(**options)
+    ],
+    ids=lambda value: "" if isinstance(value, str) else next(iter(value)),
+)
+def test_bad_arguments_are_named(options: dict[str, Any], message: str):
+    with pytest.raises(ValueError, match=message):
+        model(**options)
 
 
 def test_equal_shapes_are_not_one_vocabulary():
@@ -152,6 +156,9 @@ def test_equal_shapes_are_not_one_vocabulary():
         model(tie="all", target_tokenizer=others).__class__(
             model().backbone, 6, 6, LETTERS.to_json(), others, tie="all", metrics=["exact_match"]
         )
+
+
+# ------------------------------------------------------------------------------------------------------- the outputs
 
 
 @torch.no_grad()
@@ -313,13 +320,17 @@ def test_scores_are_averages_if_that_is_wanted():
         torch.testing.assert_close(found.scores, found.log_probs / found.lengths)
 
 
-def test_unreadable_sources_are_rejected(tmp_path: Path):
-    for options, message in [
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
         ({"source": "axz"}, "'x', 'z', which the model's training texts do not contain"),
         ({"source": ""}, "has no tokens"),
-    ]:
-        with pytest.raises(ValueError, match=message):
-            model().write_samples(lambda: tmp_path, TargetOptions(**options))
+    ],
+    ids=["unknown", "empty"],
+)
+def test_unreadable_sources_are_rejected(options: dict[str, Any], message: str, tmp_path: Path):
+    with pytest.raises(ValueError, match=message):
+        model().write_samples(lambda: tmp_path, TargetOptions(**options))
 
 
 def test_predictions_are_in_the_order_of_the_file(tmp_path: Path):

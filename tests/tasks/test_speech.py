@@ -11,7 +11,15 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from lit_effattn import LSTM, SpeechRecognizer, Transformer
-from lit_effattn import attention as kinds
+from lit_effattn.attention import (
+    LinearAttention,
+    LSHAttention,
+    PerformerAttention,
+    ShawAttention,
+    SoftmaxAttention,
+    SparseAttention,
+    TransformerXLAttention,
+)
 from lit_effattn.callbacks import FeatureRedraw
 from lit_effattn.datamodules.speech.utterances import SpeechBatch
 from lit_effattn.nn.front_ends import ConvSubsampling, FrameStacking
@@ -28,15 +36,15 @@ def transformer(attention: Any, causal: bool = False, **options: Any) -> Transfo
 
 
 BACKBONES = {
-    "softmax": lambda: transformer(kinds.SoftmaxAttention),
-    "shaw": lambda: transformer(partial(kinds.ShawAttention, max_distance=3), positions=None),
-    "xl": lambda: transformer(kinds.TransformerXLAttention, positions=None),
-    "linear": lambda: transformer(kinds.LinearAttention),
-    "performer": lambda: transformer(kinds.PerformerAttention),
-    "lsh": lambda: transformer(partial(kinds.LSHAttention, n_hashes=2, n_buckets=4, chunk_size=4)),
-    "sparse": lambda: transformer(partial(kinds.SparseAttention, stride=3)),
+    "softmax": lambda: transformer(SoftmaxAttention),
+    "shaw": lambda: transformer(partial(ShawAttention, max_distance=3), positions=None),
+    "xl": lambda: transformer(TransformerXLAttention, positions=None),
+    "linear": lambda: transformer(LinearAttention),
+    "performer": lambda: transformer(PerformerAttention),
+    "lsh": lambda: transformer(partial(LSHAttention, n_hashes=2, n_buckets=4, chunk_size=4)),
+    "sparse": lambda: transformer(partial(SparseAttention, stride=3)),
     "bilstm": lambda: LSTM(8, 2, causal=False),
-    "causal linear": lambda: transformer(partial(kinds.LinearAttention, chunk_size=4), causal=True),
+    "causal linear": lambda: transformer(partial(LinearAttention, chunk_size=4), causal=True),
     "lstm": lambda: LSTM(8, 2),
 }
 STACKING = partial(FrameStacking, factor=3)

@@ -100,14 +100,17 @@ def test_the_signature_outlives_a_reset():
     assert metric.signature().startswith("nrefs:2|")
 
 
-def test_texts_without_references_are_rejected():
-    for hypotheses, references, words in [
+@pytest.mark.parametrize(
+    ("hypotheses", "references", "words"),
+    [
         (["a", "b"], [["a"], []], r"references\[1\]=\[\] must be a list of texts"),
         (["abc"], ["abc"], r"references\[0\]='abc' must be a list of texts"),
         (["a", "b"], [["a"]], "2 hypotheses have 1 lists"),
-    ]:
-        with pytest.raises(ValueError, match=words):
-            Bleu().update(hypotheses, references)
+    ],
+)
+def test_texts_without_references_are_rejected(hypotheses: list, references: list, words: str):
+    with pytest.raises(ValueError, match=words):
+        Bleu().update(hypotheses, references)
 
 
 @pytest.mark.parametrize("kind", [Bleu, Chrf])

@@ -39,11 +39,14 @@ def test_rows_of_several_sequences_are_packed_again():
     assert pack(TokenBatch(X, X)).starts.int().tolist() == [[1, 0, 0, 0] * 3]
 
 
-def test_what_can_not_be_packed_is_refused():
-    for batch, message in [
+@pytest.mark.parametrize(
+    ("batch", "message"),
+    [
         (PairBatch(X, LENGTHS, X, X, LENGTHS, [], []), "not a PairBatch.*use batches of similar length"),
         (TokenBatch(X, X, responses=[[Response(0, "", 0)]]), "with responses can't be packed"),
         (TokenBatch(X, X, fresh=torch.tensor([True, False, True])), "continue those of the batch before"),
-    ]:
-        with pytest.raises(ValueError, match=message):
-            pack(batch)
+    ],
+)
+def test_what_can_not_be_packed_is_refused(batch, message: str):
+    with pytest.raises(ValueError, match=message):
+        pack(batch)

@@ -18,9 +18,19 @@ from lit_effattn.datamodules import (
 COMBINATIONS = list(itertools.product((1, 2, 3, 7, 8, 9, 31, 64), (1, 2, 3, 8, 100), (1, 2, 3, 4)))
 
 
-def sampler(n_samples, batch_size, *, epoch=0, **options):
-    defaults = {"num_replicas": 1, "rank": 0, "shuffle": True, "seed": 0, "drop_last": True}
-    made = ShardedBatches(n_samples, batch_size, **defaults | options)
+def sampler(
+    n_samples, batch_size, *, num_replicas=1, rank=0, shuffle=True, seed=0, variants=1, drop_last=True, epoch=0
+):
+    made = ShardedBatches(
+        n_samples,
+        batch_size,
+        num_replicas=num_replicas,
+        rank=rank,
+        shuffle=shuffle,
+        seed=seed,
+        variants=variants,
+        drop_last=drop_last,
+    )
     made.set_epoch(epoch)
     return made
 
@@ -124,8 +134,14 @@ class Echo(Dataset):
 
 
 def loader(num_workers=0, n_samples=26, batch_size=4):
-    workers = {"num_workers": num_workers, "persistent_workers": num_workers > 0, "generator": torch.Generator()}
-    return ResumableLoader(Echo(), batch_size=None, sampler=sampler(n_samples, batch_size, variants=2), **workers)
+    return ResumableLoader(
+        Echo(),
+        batch_size=None,
+        sampler=sampler(n_samples, batch_size, variants=2),
+        num_workers=num_workers,
+        persistent_workers=num_workers > 0,
+        generator=torch.Generator(),
+    )
 
 
 def stop(*loaders):
@@ -219,3 +235,11 @@ def test_resuming_with_other_data_is_refused(kind, options, tmp_path, monkeypatc
     loader_after(change=False).load_state_dict(first.state_dict())
     with pytest.raises(ValueError, match=r"trained on other data: digest=\w+ and not \w+; .*--init_weights"):
         loader_after(change=True).load_state_dict(first.state_dict())
+
+
+def test_iterating_leaves_the_global_random_state_alone():
+    made = loader(num_workers=1)
+    before = torch.get_rng_state()
+    assert len(epoch_of(made, 0)) == len(made) == 6
+    assert torch.equal(before, torch.get_rng_state())
+    stop(made)

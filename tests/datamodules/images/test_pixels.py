@@ -16,7 +16,7 @@ from torchvision.datasets import CIFAR10, MNIST, FashionMNIST
 from lit_effattn.datamodules import PixelSequences, images_to_levels, levels_to_images
 from lit_effattn.datamodules.images import sources as image_sources
 from tests.callbacks.tiny import trainer
-from tests.datamodules.lightning_runs import Recorder
+from tests.datamodules.lightning_runs import Recorder, fit
 
 
 def ready(stage="fit", **options):
@@ -87,8 +87,9 @@ def test_facts_are_known_before_any_data():
     assert PixelSequences("digits").hparams.n_levels is None
 
 
-def test_bad_arguments_are_refused():
-    for options, message in [
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
         ({"dataset": "imagenet"}, "dataset='imagenet'.*digits, mnist"),
         ({"batch_size": 0}, "batch_size=0.*at least 1"),
         ({"eval_batch_size": 0}, "eval_batch_size=0.*at least 1"),
@@ -104,9 +105,11 @@ def test_bad_arguments_are_refused():
         ({"dataset": "folder", "root": "x"}, "image_size=None.*folder"),
         ({"dataset": "folder", "root": "x", "image_size": 0}, "image_size=0.*at least 1"),
         ({"dataset": "folder", "root": "x", "image_size": 8, "channels": 2}, "channels=2.*1 .*3"),
-    ]:
-        with pytest.raises(ValueError, match=message):
-            PixelSequences(**options)
+    ],
+)
+def test_bad_arguments_are_refused(options, message):
+    with pytest.raises(ValueError, match=message):
+        PixelSequences(**options)
 
 
 # Digits
@@ -175,6 +178,25 @@ def test_batches():
     assert torch.equal(torch.cat(evaluation), data.splits["val"][list(range(180))])
     assert torch.equal(torch.cat(list(data.predict_dataloader())), torch.cat(list(data.test_dataloader())))
     assert len(list(ready(batch_size=90).val_dataloader())) == 2
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(
+    ("num_workers", "options"),
+    [(0, {}), (0, {"limit_train_batches": 2}), (0, {"val_check_interval": 2}), (2, {"limit_train_batches": 2})],
+)
+def test_a_run_resumed_anywhere_sees_what_an_uninterrupted_one_sees(tmp_path, num_workers, options):
+    arguments = flipped(tmp_path / "images", batch_size=5, num_workers=num_workers)
+
+    def run(**more):
+        return fit(tmp_path, PixelSequences(**arguments), torch.Tensor.tolist, max_epochs=2, **options, **more)
+
+    whole, per_epoch = run(), options.get("limit_train_batches", 4)
+    assert len(whole) == 2 * per_epoch
+    assert all(whole.count(batch) == 1 for batch in whole)  # every epoch its own order
+    for steps in (1, per_epoch, per_epoch + 1) if num_workers else range(1, 2 * per_epoch + 1):
+        run(stop_after=steps)
+        assert run(resume=True) == whole[steps:], steps
 
 
 @pytest.mark.filterwarnings("ignore")

@@ -174,16 +174,19 @@ def test_a_file_of_texts_replaces_the_corpus_in_prediction(tmp_path):
         ready("fit", root="nowhere", source_file=str(path))
 
 
-def test_bad_options_are_refused():
-    for options, words in [
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
         ({"root": None}, "root=None, path=None: give one of them"),
         ({"path": "owner/name"}, "root='x', path='owner/name': give one of them"),
         ({"max_len": 0}, "max_len=0 must be at least 1"),
         ({"batch_texts": 0}, "batch_texts=0 must be at least 1"),
         ({"seed": -1}, "seed=-1 must be at least 0"),
-    ]:
-        with pytest.raises(ValueError, match=words):
-            LabelledTexts(**{"root": "x", **options})
+    ],
+)
+def test_bad_options_are_refused(options, words):
+    with pytest.raises(ValueError, match=words):
+        LabelledTexts(**{"root": "x", **options})
 
 
 @pytest.mark.parametrize(

@@ -63,8 +63,9 @@ def of_split(options, split):
 # Arguments
 
 
-def test_bad_arguments_are_refused():
-    for options, message in [
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
         ({"corpus": "wmt"}, "corpus='wmt'.*cmudict, files, huggingface"),
         ({"source_tokens": "runes"}, "source_tokens='runes'.*bytes, characters"),
         ({"target_tokens": "runes"}, "target_tokens='runes'.*bytes, characters"),
@@ -85,9 +86,11 @@ def test_bad_arguments_are_refused():
         ({"target_tokens": "bpe", "vocab_size": 256}, "vocab_size=256.*at least 257.*target_tokens='bpe'"),
         ({"vocab_size": 2}, "vocab_size=2.*at least 3.*target_tokens='words'"),
         ({"joint": True}, "joint=True.*source_tokens='characters'.*target_tokens='words'"),
-    ]:
-        with pytest.raises(ValueError, match=message):
-            SequencePairs(**options)
+    ],
+)
+def test_bad_arguments_are_refused(options, message):
+    with pytest.raises(ValueError, match=message):
+        SequencePairs(**options)
 
 
 def test_bytes_need_no_data():

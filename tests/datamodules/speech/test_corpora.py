@@ -9,9 +9,12 @@ import pytest
 from lit_effattn.datamodules import EspeakCorpus, LibriSpeechCorpus, ManifestCorpus, Pronouncer
 from lit_effattn.datamodules.speech.corpora import read_manifest
 from lit_effattn.datamodules.speech.phonemes import ESPEAK_PHONES
-from tests.datamodules.speech.test_phonemes import spaced
 
 LEXICON = "HELLO  HH AH0 L OW1\nWORLD  W ER1 L D\nREAD  R IY1 D\n"
+
+
+def spaced(names: str) -> tuple[str, ...]:
+    return tuple(names.split())
 
 
 def manifest(path: Path, *lines: dict[str, Any] | str) -> str:

@@ -7,7 +7,16 @@ from pathlib import Path
 import pytest
 
 from lit_effattn.datamodules import Lexicon, Utterance
-from lit_effattn.datamodules.speech import phonemes
+from lit_effattn.datamodules.speech.phonemes import (
+    ESPEAK_PHONES,
+    TIMIT_48,
+    Pronouncer,
+    espeak_phones,
+    first_few,
+    pronounced,
+    timit_39,
+    timit_48,
+)
 
 
 def spaced(names: str) -> tuple[str, ...]:
@@ -27,37 +36,37 @@ ALIKE = "sil cl vcl epi/el l/en n/sh zh/ao aa/ih ix/ah ax"
 
 def test_61_labels_are_48_phones_which_count_as_39():
     assert len(TIMIT_61) == len(set(TIMIT_61)) == 61
-    to_48 = {label: phonemes.timit_48(label) for label in TIMIT_61}
+    to_48 = {label: timit_48(label) for label in TIMIT_61}
     assert to_48.pop("q") is None
-    assert {phone for phone in to_48.values() if phone is not None} == set(phonemes.TIMIT_48)
-    assert len(phonemes.TIMIT_48) == 48
-    assert list(phonemes.TIMIT_48) == sorted(phonemes.TIMIT_48)
-    assert len({phonemes.timit_39(phone) for phone in phonemes.TIMIT_48}) == 39
-    assert {phonemes.timit_39(phone) for phone in phonemes.TIMIT_48} <= set(phonemes.TIMIT_48)
+    assert {phone for phone in to_48.values() if phone is not None} == set(TIMIT_48)
+    assert len(TIMIT_48) == 48
+    assert list(TIMIT_48) == sorted(TIMIT_48)
+    assert len({timit_39(phone) for phone in TIMIT_48}) == 39
+    assert {timit_39(phone) for phone in TIMIT_48} <= set(TIMIT_48)
     phone_of = {label: phone for group in MERGED.split("/") for phone, *labels in [group.split()] for label in labels}
     assert len(phone_of) == 15
-    assert all(label == "q" or phonemes.timit_48(label) == phone_of.get(label, label) for label in TIMIT_61)
+    assert all(label == "q" or timit_48(label) == phone_of.get(label, label) for label in TIMIT_61)
     groups = [set(group.split()) for group in ALIKE.split("/")]
-    for a, b in product(phonemes.TIMIT_48, repeat=2):
+    for a, b in product(TIMIT_48, repeat=2):
         alike = a == b or any({a, b} <= group for group in groups)
-        assert (phonemes.timit_39(a) == phonemes.timit_39(b)) == alike, (a, b)
+        assert (timit_39(a) == timit_39(b)) == alike, (a, b)
     for label in ("cl", "sil", "vcl", "xx", "AA"):
         with pytest.raises(KeyError):
-            phonemes.timit_48(label)
+            timit_48(label)
 
 
 def test_espeaks_sounds_are_phones_of_the_inventory():
-    assert len(phonemes.ESPEAK_PHONES) == len(set(phonemes.ESPEAK_PHONES)) == 46
-    assert list(phonemes.ESPEAK_PHONES) == sorted(phonemes.ESPEAK_PHONES)
-    for phone in phonemes.ESPEAK_PHONES:
-        assert phonemes.espeak_phones(phone) == (phone,)
-    assert phonemes.espeak_phones("ˈiː") == phonemes.espeak_phones("i") == ("i",)
-    assert phonemes.espeak_phones("ˌaɪə") == ("aɪ", "ə")
-    assert phonemes.espeak_phones("əl") == ("ə", "l")
-    assert all(phonemes.espeak_phones(f"ˈ{vowel}ːɹ") == (vowel, "ɹ") for vowel in "ɔɑɛɪʊoəʌ")
-    assert phonemes.espeak_phones("") == ()
+    assert len(ESPEAK_PHONES) == len(set(ESPEAK_PHONES)) == 46
+    assert list(ESPEAK_PHONES) == sorted(ESPEAK_PHONES)
+    for phone in ESPEAK_PHONES:
+        assert espeak_phones(phone) == (phone,)
+    assert espeak_phones("ˈiː") == espeak_phones("i") == ("i",)
+    assert espeak_phones("ˌaɪə") == ("aɪ", "ə")
+    assert espeak_phones("əl") == ("ə", "l")
+    assert all(espeak_phones(f"ˈ{vowel}ːɹ") == (vowel, "ɹ") for vowel in "ɔɑɛɪʊoəʌ")
+    assert espeak_phones("") == ()
     with pytest.raises(ValueError, match=r"'ʀ'.*lit-effattn\[speech\]"):
-        phonemes.espeak_phones("ʀ")
+        espeak_phones("ʀ")
 
 
 def lexicon_file(path: Path) -> str:
@@ -146,18 +155,18 @@ def test_utterances_with_unknown_words_are_left_out_and_counted(tmp_path: Path):
     texts = ["hello world", "hello foo bar", "foo", "read"]
     spoken = [(Utterance(str(i), Path(f"{i}.wav")), text) for i, text in enumerate(texts)]
     with pytest.warns(UserWarning, match=r"dev: 2 of 4 utterances are left out.*lacks 2 words \(FOO, BAR\)"):
-        known = phonemes.pronounced(spoken, lexicon, "dev")
+        known = pronounced(spoken, lexicon, "dev")
     assert [u.id for u in known] == ["0", "3"]
     assert known[1].phones == ("R", "IY", "D")
     labelled = [(Utterance("a", Path("a.wav"), phones=("Q",)), None), spoken[3]]
-    assert [u.phones for u in phonemes.pronounced(labelled, lexicon, "dev")] == [("Q",), ("R", "IY", "D")]
-    assert phonemes.first_few("abcdefg", "letter") == "7 letters (a, b, c, d, e, …)"
-    assert phonemes.first_few("a", "letter") == "1 letter (a)"
+    assert [u.phones for u in pronounced(labelled, lexicon, "dev")] == [("Q",), ("R", "IY", "D")]
+    assert first_few("abcdefg", "letter") == "7 letters (a, b, c, d, e, …)"
+    assert first_few("a", "letter") == "1 letter (a)"
     with pytest.raises(ValueError, match=r"1 of 1 utterances.*1 word \(FOO\)"):
-        phonemes.pronounced(spoken[2:3], lexicon, "dev")
+        pronounced(spoken[2:3], lexicon, "dev")
 
 
-class Spelling(phonemes.Pronouncer):
+class Spelling(Pronouncer):
     """Pronounces words by naming their letters, but knows no digits."""
 
     def pronounce(self, words: Iterable[str]) -> dict[str, tuple[str, ...]]:
@@ -177,7 +186,7 @@ def test_words_that_the_lexicon_lacks_are_pronounced_counted_and_named(tmp_path:
         caplog.at_level("INFO"),
         pytest.warns(UserWarning, match=r"dev: 1 word \(XL\) have phones from its letters that .*dict lacks") as warned,
     ):
-        known = phonemes.pronounced(spoken, lexicon, "dev", Spelling())
+        known = pronounced(spoken, lexicon, "dev", Spelling())
     assert any(re.search(r"dev: 2 of 5 utterances are left out.*2 words \(R2, XL\)", str(w.message)) for w in warned)
     assert [(u.id, u.phones) for u in known[1:]] == [
         ("1", ("HH", "AH", "L", "OW", "D", "L", "R", "IY", "D")),

@@ -88,8 +88,19 @@ def test_the_data_tell_the_model_the_size_of_the_vocabulary():
 @pytest.mark.parametrize(
     ("kind", "options"),
     [
-        (CopyTask, dict.fromkeys(("batch_size", "eval_batch_size", "n_train", "n_val", "n_test"), 0)),
-        (CopyTask, {"seed": -1, "num_workers": -1, "max_len": 3, "min_len": 3, "n_symbols": 1}),
+        (
+            CopyTask,
+            {
+                "batch_size": 0,
+                "eval_batch_size": 0,
+                "n_train": 0,
+                "n_val": 0,
+                "n_test": 0,
+                "seed": -1,
+                "num_workers": -1,
+            }
+            | {"max_len": 3, "min_len": 3, "n_symbols": 1},
+        ),
         (CopyTask, {"min_len": 200}),
         (AssociativeRecall, {"length": 31, "n_pairs": 0, "n_keys": 7, "n_values": 1, "power": 0.0}),
         (DialogueTask, {"n_keys": 4, "n_far": 0, "n_near": -1, "segment_len": 0, "distance": 0, "n_facts": 3}),

@@ -250,14 +250,17 @@ def test_missing_files_are_asked_for_by_their_place(tmp_path: Path):
         data(tmp_path).prepare_data()
 
 
-def test_wrong_options():
-    for options, message in [
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
         ({"document": "after"}, "document='after' is not one of apart"),
         ({"segment_len": 0}, "segment_len=0 must be at least 1"),
         ({"tokens": "bpe"}, "vocab_size=None: tokens='bpe' needs"),
-    ]:
-        with pytest.raises(ValueError, match=message):
-            GroundedDialogues(**options)
+    ],
+)
+def test_wrong_options(options: dict[str, Any], message: str):
+    with pytest.raises(ValueError, match=message):
+        GroundedDialogues(**options)
 
 
 def test_more_streams_than_conversations(tmp_path: Path):

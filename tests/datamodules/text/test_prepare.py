@@ -286,6 +286,9 @@ def test_a_damaged_index(source, tmp_path, damage):
         TokenStore(tmp_path / "out").n_tokens("train")
 
 
+# Training
+
+
 def loader(folder, seed=3, num_workers=0, documents="apart"):
     options = {"segment_len": 8, "batch_size": 4, "shuffle_seed": seed, "num_workers": num_workers}
     return TextStream("prepared", root=str(folder), documents=documents, **options).train_dataloader()
@@ -309,7 +312,7 @@ def read(batches, rows=4):
     return actual
 
 
-def test_an_epoch_of_whole_documents_has_each_once(source, tmp_path):
+def test_an_epoch_of_whole_documents_has_each_once_and_resumes(source, tmp_path):
     prepare(source, tmp_path / "out")
     n_tokens = TokenStore(tmp_path / "out").n_tokens("train")
     made = loader(tmp_path / "out", documents="whole", num_workers=1)
@@ -321,6 +324,10 @@ def test_an_epoch_of_whole_documents_has_each_once(source, tmp_path):
         scored = sum(token != IGNORE for _, targets, _ in epochs[-1] for row in targets for token in row)
         assert n_tokens - 4 * 8 < scored <= n_tokens  # less than a batch is dropped
     assert epochs[0] != epochs[1]
+    second = loader(tmp_path / "out", documents="whole")
+    second.load_state_dict(made.state_dict() | {"epoch": 1, "batches": 2})
+    second.sampler.set_epoch(1)
+    assert [(b.inputs.tolist(), b.targets.tolist(), b.starts.tolist()) for b in second] == epochs[1][2:]
 
 
 def test_an_epoch_has_every_document_once_in_an_order_of_its_own(source, tmp_path):
@@ -341,6 +348,18 @@ def test_an_epoch_has_every_document_once_in_an_order_of_its_own(source, tmp_pat
         orders.append(texts)
     assert orders[0][:5] != orders[1][:5]
     assert orders[0] != [line.encode() for line in LINES[2:]][: len(orders[0])]
+
+
+def test_another_order_is_refused(source, tmp_path):
+    prepare(source, tmp_path / "out")
+    first = loader(tmp_path / "out")
+    next(iter(first))
+    with pytest.raises(ValueError, match="shuffle_seed=4, but the interrupted run had 3"):
+        loader(tmp_path / "out", seed=4).load_state_dict(first.state_dict())
+    before = first.state_dict()
+    del before["shuffle_seed"]  # as of before there were orders
+    with pytest.raises(ValueError, match="shuffle_seed=3, but the interrupted run had None"):
+        loader(tmp_path / "out").load_state_dict(before)
 
 
 def test_any_source_may_be_shuffled(tmp_path, monkeypatch):

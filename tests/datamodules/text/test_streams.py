@@ -14,11 +14,22 @@ DOCUMENTS = [(1,), (2,), (5,), (1, 1), (7, 3), (4, 1, 6), (3, 3, 3), (13, 2, 8, 
 SETTINGS = list(itertools.product(DOCUMENTS, (1, 2, 3, 64), (1, 2, 7), (1, 3), (False, True)))
 
 
-def streams(sizes, segment_len, batch_size, world=1, rank=0, *, kind=TokenStreams, **options):
+def streams(
+    sizes, segment_len, batch_size, world=1, rank=0, *, joined=False, drop_last=False, packed=False, kind=TokenStreams
+):
     borders = np.concatenate([[0], np.cumsum(sizes)])
-    options = {"joined": False, "drop_last": False, "packed": False, "num_replicas": world, "rank": rank, **options}
-    tokens = np.arange(borders[-1], dtype=np.uint16)
-    return kind(tokens, borders, start=START, segment_len=segment_len, batch_size=batch_size, **options)
+    return kind(
+        np.arange(borders[-1], dtype=np.uint16),
+        borders,
+        start=START,
+        segment_len=segment_len,
+        batch_size=batch_size,
+        num_replicas=world,
+        rank=rank,
+        joined=joined,
+        drop_last=drop_last,
+        packed=packed,
+    )
 
 
 def batches(*args, **options):
@@ -168,6 +179,9 @@ def test_too_little_text_is_refused():
     with pytest.raises(ValueError, match=r"at most 5 processes"):
         streams((11,), 2, 1, 6, drop_last=True)
     streams((6, 4), 11, 1)  # evaluation pads
+
+
+# Going on
 
 
 def loader(world=1, batch_size=2, segment_len=3, size=50):

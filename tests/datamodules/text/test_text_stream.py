@@ -9,6 +9,7 @@ import tracemalloc
 import zipfile
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -61,8 +62,9 @@ def scored(loader):
 # Arguments
 
 
-def test_bad_arguments_are_refused():
-    for options, message in [
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
         ({"source": "enwik9"}, "source='enwik9'.*stdlib, enwik8"),
         ({"tokens": "runes"}, "tokens='runes'.*bytes, characters, words, bpe"),
         ({"segment_len": 0}, "segment_len=0.*at least 1"),
@@ -83,9 +85,11 @@ def test_bad_arguments_are_refused():
         ({"tokens": "words", "vocab_size": 2}, "vocab_size=2 .*at least 3"),
         ({"tokens": "bpe"}, "vocab_size=None.*tokens='bpe'"),
         ({"tokens": "bpe", "vocab_size": 256}, "vocab_size=256 .*at least 257"),
-    ]:
-        with pytest.raises(ValueError, match=message):
-            TextStream(**options)
+    ],
+)
+def test_bad_arguments_are_refused(options, message):
+    with pytest.raises(ValueError, match=message):
+        TextStream(**options)
 
 
 def test_the_vocabulary_is_known_right_after_init(tmp_path):
@@ -206,15 +210,18 @@ def test_archives_are_unpacked(tmp_path):
     assert data.n_scored == {"val": 2, "test": 3}
 
 
-def test_missing_files_are_named():
-    for source, message in [
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
         ("enwik8", r"enwik8 is not in .*nowhere.*http://mattmahoney.net/dc/enwik8.zip.*source='stdlib'"),
         ("text8", r"text8 is not in .*nowhere.*text8.zip"),
         ("wikitext103", r"not in .*nowhere.*wiki.train.tokens"),
         ("files", r"root='nowhere'.*no such folder or file"),
-    ]:
-        with pytest.raises(FileNotFoundError, match=message):
-            TextStream(source, root="nowhere").prepare_data()
+    ],
+)
+def test_missing_files_are_named(source, message):
+    with pytest.raises(FileNotFoundError, match=message):
+        TextStream(source, root="nowhere").prepare_data()
 
 
 def test_folder_is_divided_by_names_and_documents_kept_apart(tmp_path):
@@ -583,6 +590,24 @@ def test_memory_does_not_grow_with_the_text(tmp_path, monkeypatch, kind):
 
 
 # Streams over processes and in Lightning
+
+
+def as_process(data, rank, world):
+    data.trainer = SimpleNamespace(distributed_sampler_kwargs={"num_replicas": world, "rank": rank}, overfit_batches=0)
+    return data
+
+
+@pytest.mark.parametrize("split", ["val", "test"])
+def test_every_token_is_scored_once(tmp_path, split):
+    options = {"source": "files", "root": str(write_folder(tmp_path / "texts")), "tokens": "words"}
+    tokens = []
+    for rank in range(2):
+        data = as_process(ready(**options, eval_batch_size=3, eval_segment_len=7), rank, 2)
+        batches = list(getattr(data, f"{split}_dataloader")())
+        assert {batch.inputs.shape for batch in batches} == {(3, 7)}
+        tokens += scored(batches)
+    assert sorted(tokens) == sorted(data._store.shard(split).rows.tolist())
+    assert len(tokens) == data.n_scored[split]
 
 
 def test_counts_are_reported(tmp_path, caplog):

@@ -122,10 +122,10 @@ def test_bpe_merges_the_most_frequent_pairs_up_to_its_size():
     assert made.encode("\x00\x7fé").size == 4  # all bytes are known
 
 
-def test_what_is_no_tokenizer_is_refused():
-    for spec in ["[]", "{}", '{"tokens": "runes"}', {"tokens": None}]:
-        with pytest.raises(ValueError, match=r"spec=.*'bytes', 'characters', 'words', 'bpe'"):
-            Tokenizer.from_spec(spec)
+@pytest.mark.parametrize("spec", ["[]", "{}", '{"tokens": "runes"}', {"tokens": None}])
+def test_what_is_no_tokenizer_is_refused(spec):
+    with pytest.raises(ValueError, match=r"spec=.*'bytes', 'characters', 'words', 'bpe'"):
+        Tokenizer.from_spec(spec)
 
 
 @pytest.mark.parametrize(
@@ -147,6 +147,9 @@ def test_a_damaged_spec_is_refused(spec):
     ) as caught:
         Tokenizer.from_spec(spec)
     assert len(str(caught.value)) < 400
+
+
+# Those of pretrained models
 
 
 def like_llamas(**more) -> dict:

@@ -18,7 +18,7 @@ from lit_effattn.ops.favor.pytorch import (
     trigonometric_features,
 )
 from tests.support.rounding import rounding
-from tests.support.tensor_sizes import largest_in_training
+from tests.support.tensor_sizes import Largest, largest_in_training
 
 B, H, F, D = 2, 3, 5, 4
 
@@ -30,6 +30,9 @@ def favor(log_q: torch.Tensor, log_k: torch.Tensor, v: torch.Tensor) -> torch.Te
 
 def generator(seed: int = 0) -> torch.Generator:
     return torch.Generator().manual_seed(seed)
+
+
+# ---------------------------------------------------------------------------------------------- the random directions
 
 
 def test_blocks_are_orthogonal_and_lengths_are_those_of_gaussians():
@@ -65,6 +68,9 @@ def test_regular_norms_and_a_generator():
     assert not torch.equal(a, c)
 
 
+# ---------------------------------------------------------------------------------------------------- the feature maps
+
+
 def exponentials(log_map):
     return lambda x, omega: log_map(x, omega).exp()
 
@@ -77,11 +83,11 @@ UNBIASED = {
 
 
 @pytest.mark.parametrize("name", UNBIASED)
-def test_estimates_of_the_exponential_are_unbiased(name: str):
-    """With orthogonal vectors; test_errors.py has the errors of independent ones."""
+@pytest.mark.parametrize(("orthogonal", "n", "angle"), [(True, 9, 0.4), (False, 4, 2.0)])
+def test_estimates_of_the_exponential_are_unbiased(name: str, orthogonal: bool, n: int, angle: float):
     phi, per_omega = UNBIASED[name]
-    draws, n, dim, angle = 20000, 9, 4, 0.4
-    omega = draw_omega(draws, n, dim, generator=generator())
+    draws, dim = 20000, 4
+    omega = draw_omega(draws, n, dim, orthogonal=orthogonal, generator=generator())
     x = torch.tensor([0.8, 0.4, -0.2, 0.4], dtype=torch.float64)
     across = torch.tensor([-0.4, 0.8, 0.4, 0.2], dtype=torch.float64)  # as long, at a right angle
     y = math.cos(angle) * x + math.sin(angle) * across
@@ -106,6 +112,9 @@ def test_relu_features_by_hand():
     x = torch.tensor([[[[3.0, -1.0]]]])
     expected = torch.tensor([[[[3.0, 0.0, 0.0, 0.0]]]]) + 1e-3
     torch.testing.assert_close(relu_features(x, omega), expected / 2)
+
+
+# ------------------------------------------------------------------------------------------------------- the attention
 
 
 def logs(n: int, spread: float = 1.0, f: int = F, b: int = B, h: int = H) -> torch.Tensor:
@@ -277,3 +286,11 @@ def test_nothing_of_size_n_squared_nor_n_f_d_is_made():
     causal = largest_in_training(lambda *a: causal_favor(*a, *state, chunk_size=chunk_size)[0], q, k, v)
     assert causal <= n * chunk_size  # far below n² and n f d
     assert largest_in_training(favor, q, k, v) <= n * (max(f, d) + 1)
+
+
+def test_a_step_in_place_allocates_no_sums():
+    q, k, v = torch.randn(1, 1, 1, 64), torch.randn(1, 1, 1, 64), torch.randn(1, 1, 1, 64)
+    sums = torch.zeros(1, 1, 64, 64), torch.zeros(1, 1, 64), torch.full((1, 1, 64), -torch.inf)
+    with Largest() as largest, torch.no_grad():
+        favor_step(q, k, v, *sums, in_place=True)
+    assert largest.elements <= 2 * 64

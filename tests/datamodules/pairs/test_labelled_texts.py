@@ -125,6 +125,16 @@ def test_a_class_is_written_in_one_way(tmp_path):
     assert data.classes == ("x", "y")
 
 
+def test_a_file_with_a_byte_order_mark(tmp_path):
+    root = tmp_path / "x"
+    root.mkdir()
+    for split in SPLITS:
+        (root / f"{split}.tsv").write_text("".join(f"{text}\t{label}\n" for text, label in ITEMS), encoding="utf-8-sig")
+    data = ready(root=str(root))
+    assert data.classes == ("bad", "good", "so so")
+    assert sorted(items(data.train_dataloader(), data.classes)) == sorted(ITEMS)
+
+
 def test_long_texts_are_cut_to_their_first_bytes(tmp_path):
     data = ready(root=write(tmp_path / "x"), max_len=6)
     assert data.shape == (6,)

@@ -524,6 +524,17 @@ def test_pairs_are_tokenized_once_and_again_when_something_changes(tmp_path, mon
     assert len(made) == len(options) + 3
 
 
+def test_damaged_files_are_made_again(tmp_path, monkeypatch):
+    made = counted(monkeypatch)
+    folder = tsv(tmp_path)._store.folder
+    again = {"corpus": "files", "root": str(tmp_path / "pairs")}
+    names = ["about.json", "train.first.npy", "val-target-text.bin", "train-source.npy"]
+    for n, name in enumerate(names, 2):
+        (folder / name).write_bytes((folder / name).read_bytes()[:-1])
+        assert sorted(rows(ready(**again).train_dataloader())) == sorted(SPLITS["train"])
+        assert len(made) == n
+
+
 def test_tokens_and_texts_are_mapped_not_held(tmp_path, monkeypatch):
     monkeypatch.setattr(pair_store, "_BLOCK", 64)
     splits = {"train": [(f"{i} {'bird ' * 20}", f"{i} {'Vogel ' * 20}") for i in range(8_000)]}

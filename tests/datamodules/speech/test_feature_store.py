@@ -1,5 +1,6 @@
 import os
 import pickle
+import threading
 
 import numpy as np
 import pytest
@@ -118,7 +119,10 @@ def test_what_has_changed_is_read_anew(tmp_path, utterances, reads):
         assert len(reads) == 7 * number
 
 
-def test_what_was_interrupted_is_made_again(tmp_path, utterances, monkeypatch):
+def test_what_was_damaged_or_interrupted_is_made_again(tmp_path, utterances, monkeypatch, reads):
+    def check():
+        assert torch.equal(stored(utterances, tmp_path / "cache")[6], READER(utterances[6]))
+
     def interrupted(reader, utterance):
         if utterance.id == "u2":
             raise KeyboardInterrupt
@@ -130,5 +134,21 @@ def test_what_was_interrupted_is_made_again(tmp_path, utterances, monkeypatch):
         with pytest.raises(KeyboardInterrupt):
             stored(utterances, tmp_path / "cache")
     assert not list(tmp_path.rglob("*.bin"))
-    assert torch.equal(stored(utterances, tmp_path / "cache")[6], READER(utterances[6]))
+    check()
+    for name in ("features.bin", "features.npy", "about.json"):
+        (path,) = (tmp_path / "cache").glob(f"*/{name}")
+        path.unlink() if name == "features.npy" else path.write_bytes(path.read_bytes()[:-5])
+        check()
+    (folder,) = (p for p in (tmp_path / "cache").iterdir() if p.is_dir())
+    left = folder.rename(folder.with_name(f".{folder.name}.lit-effattn-unfinished"))  # by a killed run
+    (left / "features.bin").write_bytes(b"half")
+    check()
+    assert not left.exists()
     assert stored([utterances[1]], tmp_path / "nothing").readings.n_frames.tolist() == [0]
+    del reads[:]
+    threads = [threading.Thread(target=stored, args=(utterances, tmp_path / "threads")) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(reads) == 7  # one reads, the others wait

@@ -36,6 +36,7 @@ def quieten() -> None:
         ".*will be duplicated and evaluated twice.*|.*DistributedSampler.*recommended to use.*",  # ours pads nothing
         ".*is not supported by the model summary.*",  # our summary shows no size in MB
         ".*`isinstance\\(treespec, LeafSpec\\)` is deprecated.*",  # Lightning's own call
+        ".*WeightAveraging doesn't support sharding.*",  # which is an error here, if the model is sharded
         ".*is smaller than the logging interval.*",  # steps are counted across epochs, so metrics are logged
     ):
         warnings.filterwarnings("ignore", message)

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 import torch.distributed as dist
 from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.callbacks import WeightAveraging
 from lightning.pytorch.strategies import ModelParallelStrategy, ParallelStrategy, StrategyRegistry
 from lightning.pytorch.utilities.enums import GradClipAlgorithmType
 from torch import Tensor, nn
@@ -100,6 +101,12 @@ def shard_module(model: LightningModule) -> None:
             f"strategy={type(strategy).__name__}: its checkpoints can't be read safely; use "
             "lit_effattn.distributed.sharding.ShardedStrategy, which is otherwise the same"
         )
+    for callback in model.trainer.callbacks:  # type: ignore[attr-defined]  # Lightning sets it
+        if isinstance(callback, WeightAveraging):
+            raise ValueError(
+                f"{type(callback).__name__} copies the model, which strategy=ModelParallelStrategy can't do: leave one "
+                "of them out, or average kept checkpoints (LastCheckpoint: keep)"
+            )
     shard(model, mesh["data_parallel"], strategy.heads_mesh)
     for metric in model.modules():
         if isinstance(metric, Metric):  # processes that divide heads score the same batches

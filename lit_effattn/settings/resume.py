@@ -60,7 +60,8 @@ class Resolved(NamedTuple):
         describes: Whether the file alone describes the model: nothing of the user's does.
         uses_data: Whether the command takes data.
         data_fixes: Whether the arguments in `Task.fixed_by_data` come from the data; if not, from the checkpoint.
-        requeued: Whether this is a restarted SLURM job, which resumes its run whatever its arguments say.
+        requeued: Whether this is a restarted SLURM job or torchrun launch, which resumes its run with its settings,
+            whatever the arguments say.
         averaged: The checkpoints whose mean is used (`--average`), of which `checkpoint` is the last; or empty.
     """
 
@@ -94,22 +95,25 @@ def resolve(arguments: Arguments) -> Resolved:
     name = arguments.stated.text("ckpt_path")
     requeued = slurm.interrupted_checkpoint(root, arguments.typed) if fits else None
     parent = os.environ.get(CHECKPOINT) if is_child() else None  # None also if torchrun started all processes
-    if requeued is not None and name is None:  # the same arguments began the run: its settings are known
+    if requeued is not None:
         checkpoint, content = read_intact(Path(parent or requeued), root, training=True, verify=parent is None)
-        return Resolved([*args, "--ckpt_path", str(checkpoint)], checkpoint, content, requeued=True)
-    if requeued is None and name is None:
+        config = own_config(checkpoint)
+        if config is not None:  # it has these arguments, and the files as they were when the run began
+            args = [arguments.command, "--config", dump_yaml(config)]
+        return Resolved([*args, "--ckpt_path", str(checkpoint)], checkpoint, content, config, requeued=True)
+    if name is None:
         if not fits:
             raise ValueError(
                 f"{arguments.command} needs a trained model: give --ckpt_path best, last, a path, or a shipped model "
                 "such as model:digits"
             )
         return Resolved(args)
-    if fits and name is not None and is_model(name):
+    if fits and is_model(name):
         raise ValueError(
             f"--ckpt_path {name}: a shipped model has no optimiser state, so training can't resume from it; fine-tune "
             f"it with --init_weights {name}"
         )
-    named = Path(parent) if parent else find_checkpoint(str(requeued or name), root)
+    named = Path(parent) if parent else find_checkpoint(name, root)
     average = None if fits else arguments.stated.text("average")
     averaged = [] if average is None else last_kept(named, _number(average))
     chosen = averaged[-1] if averaged else named
@@ -126,9 +130,7 @@ def resolve(arguments: Arguments) -> Resolved:
         args = arguments.for_parser(root=folder, run=config)
     args += _inputs(arguments, config or {})
     # The user's own recordings or texts need no corpus: the checkpoint has the arguments that the data fixed.
-    own = arguments.inputs or any(
-        arguments.stated.given(f"data.{name}") for name in ("audio", "sources", "source_file")
-    )
+    own = arguments.inputs or any(arguments.stated.text(f"data.{name}") for name in ("audio", "sources", "source_file"))
     return Resolved(
         [*args, "--ckpt_path", str(checkpoint)],
         checkpoint,
@@ -137,8 +139,7 @@ def resolve(arguments: Arguments) -> Resolved:
         config is None and not arguments.stated.classes("model"),
         uses_data,
         uses_data and not own,
-        requeued is not None,
-        averaged,
+        averaged=averaged,
     )
 
 
@@ -155,7 +156,7 @@ def _of_command(config: dict[str, Any], checkpoint: Path, arguments: Arguments, 
     # Without options that are given, so that a class that they replace need not be there.
     trainer = {k: v for k, v in section(taken, "trainer").items() if not arguments.stated.given(f"trainer.{k}")}
     if fits:
-        if arguments.stated.given("transfer_from") and not config.get("transfer_from"):
+        if arguments.stated.text("transfer_from") and not config.get("transfer_from"):
             raise ValueError(
                 f"{short(checkpoint)} is not of an attention transfer: give --transfer_from without --ckpt_path"
             )

@@ -142,7 +142,7 @@ class Configuration(pl.Callback):
         if not self._unwritten:  # MLflow rejects a parameter whose value changes, as those of a resumed run may
             for logger in self.loggers:
                 logger.log_hyperparams(flat(self.settings))
-            self._write(folder / "config.yaml")
+            self._write(folder / "config.yaml", self.settings)
 
     def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
         """Write `config_resumed_N.yaml` of a resumed run, once its settings have trained a batch.
@@ -152,8 +152,10 @@ class Configuration(pl.Callback):
         if self._unwritten:
             folder = Path(trainer.default_root_dir)
             paths = (folder / f"config_resumed_{attempt}.yaml" for attempt in count(1))
-            self._write(next(path for path in paths if not path.exists()))
+            # Without the run's own checkpoint, so that this file as `--config` of a new run does not resume this one.
+            self._write(next(path for path in paths if not path.exists()), {**self.settings, "ckpt_path": None})
             self._unwritten = False
 
-    def _write(self, path: Path) -> None:
-        path.write_text(marked(dump_yaml(self.settings)), encoding="utf-8", newline="\n")
+    @staticmethod
+    def _write(path: Path, settings: dict[str, Any]) -> None:
+        path.write_text(marked(dump_yaml(settings)), encoding="utf-8", newline="\n")

@@ -591,7 +591,11 @@ def test_a_run_that_is_not_finite_stops_with_a_good_checkpoint(capsys: pytest.Ca
     assert all(weight.isfinite().all() for weight in checkpoint["state_dict"].values())
 
 
-def test_a_requeued_slurm_job_goes_on_in_the_same_run(monkeypatch: pytest.MonkeyPatch):
+@pytest.mark.parametrize("began", [[], ["--ckpt_path", "best"]], ids=["new", "from another run"])
+def test_a_requeued_slurm_job_goes_on_in_the_same_run(began: list[str], monkeypatch: pytest.MonkeyPatch):
+    """With the settings with which it began, whatever its files say now and its words name now."""
+    if began:
+        fit()
     Path("bin").mkdir()
     Path("bin/scontrol").write_text('#!/bin/sh\necho "$@" >> asked\n')
     Path("bin/scontrol").chmod(0o755)
@@ -599,18 +603,24 @@ def test_a_requeued_slurm_job_goes_on_in_the_same_run(monkeypatch: pytest.Monkey
     environment = {"JOB_ID": "77", "NTASKS": "1", "NTASKS_PER_NODE": "1", "PROCID": "0", "LOCALID": "0", "NODEID": "0"}
     for name, value in environment.items():
         monkeypatch.setenv(f"SLURM_{name}", value)
-    job = ["fit", "--config", "tiny.yaml", "--trainer.max_epochs", "2"]
-    job += ["--trainer.callbacks+=tests.support.interruptions.SignalAt", "--trainer.callbacks.step", "1"]
+    job = ["fit", "--config", "tiny.yaml", *began, "--trainer.max_epochs", "2"]
+    job += ["--trainer.callbacks+=tests.support.interruptions.SignalAt"]
+    job += ["--trainer.callbacks.step", "4" if began else "1"]
     job += ["--trainer.callbacks.number", str(int(signal.SIGUSR1))]
     with pytest.raises(SystemExit) as stopped:
         main(job)
     assert stopped.value.code == 138
     assert Path("asked").read_text() == "requeue 77\n"
-    assert torch.load(last("runs"), weights_only=True)["global_step"] == 2
+    run = max(runs())
+    step = torch.load(run / "checkpoints" / LAST, weights_only=True)["global_step"]
     monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
+    Path("tiny.yaml").write_text(yaml.safe_dump(TINY | {"seed_everything": 4}))
     main(job)  # the same command
-    assert torch.load(last("runs"), weights_only=True)["global_step"] == 6
-    assert len(runs()) == 1
+    assert torch.load(run / "checkpoints" / LAST, weights_only=True)["global_step"] == 6
+    assert step < 6
+    assert len(runs()) == 1 + len(began) // 2
+    resumed = yaml.safe_load((run / "config_resumed_1.yaml").read_text())
+    assert (resumed["seed_everything"], resumed["ckpt_path"]) == (3, None)
 
 
 # ------------------------------------------------------------------------------------------------ processes

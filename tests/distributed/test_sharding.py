@@ -15,6 +15,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 import torch.distributed as dist
+from lightning.pytorch.callbacks import EMAWeightAveraging
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -567,7 +568,11 @@ def test_what_is_not_supported_is_refused():
         with pytest.raises(ValueError, match=message):
             strategy.setup_environment()
     task = language(PERFORMER)
-    task._device_mesh, task._trainer = object(), SimpleNamespace(strategy=ModelParallelStrategy())
+    task._device_mesh, task._trainer = object(), SimpleNamespace(strategy=ShardedStrategy())
+    task._trainer.callbacks = [EMAWeightAveraging()]
+    with pytest.raises(ValueError, match=r"EMAWeightAveraging copies the model, which strategy=ModelParallelStrategy"):
+        task.configure_model()
+    task._trainer.strategy = ModelParallelStrategy()
     with pytest.raises(ValueError, match=r"strategy=ModelParallelStrategy: .* use lit_effattn.distributed"):
         task.configure_model()
 

@@ -80,5 +80,6 @@ def test_each_process_of_torchrun_verifies_the_parts_and_a_child_uses_its_parent
     monkeypatch.delenv(CHECKPOINT, raising=False)
     if parent:
         monkeypatch.setenv(CHECKPOINT, str(folder / "last.ckpt"))
-    found = resolve(Arguments(["fit", "--ckpt_path", "last", "--trainer.strategy", "auto"])).checkpoint
+    Path("whole.yaml").write_text("transfer_from: null")  # as in the configuration of a run
+    found = resolve(Arguments(["fit", "--ckpt_path", "last", "--config", "whole.yaml"])).checkpoint
     assert found == folder / ("last.ckpt" if parent else "previous.ckpt")

@@ -85,6 +85,11 @@ class GroundedDialogues(TextStream):
         """Number of tokens of the turns in "val" and in "test", their ends included."""
         return {split: int(self._streams(split, 1, 1).scored.sum()) for split in ("val", "test")}
 
+    def documents_at(self, split: str, offsets: np.ndarray) -> tuple[np.ndarray, int, list[str]]:
+        """Return the numbers of the conversations at offsets of a split, and how many it has. They have no titles."""
+        borders = self._streams(split, 1, 1).documents
+        return np.searchsorted(borders, offsets, side="right") - 1, len(borders) - 1, []
+
     @cached_property
     def _dialogues(self) -> DialogueSource:
         return cmu_dog(self.root, self.document)

@@ -1,4 +1,5 @@
 import json
+import math
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -136,6 +137,12 @@ def test_memory_reaches_from_the_document_through_all_turns_and_no_further(tmp_p
     assert scores[0]["test/perplexity"] == pytest.approx(scores[1]["test/perplexity"], rel=1e-9)
     alone = [model(batch)[batch.targets != IGNORE] for batch in made.test_dataloader()]
     assert scores[0]["test/perplexity"] == pytest.approx(torch.cat(alone).mean().exp().item(), rel=1e-9)
+    predictor = trainer(tmp_path, callbacks=[MemoryCarry()])
+    model.write_predictions(predictor.predict(model, made), tmp_path)  # a line a conversation
+    _, *lines = (tmp_path / "predictions.csv").read_text().splitlines()
+    for i, (line, nats) in enumerate(zip(lines, alone, strict=True)):
+        bits = nats.mean().item() / math.log(2)
+        assert [float(cell) for cell in line.split(",")] == pytest.approx([i, len(nats), bits], rel=1e-5)
 
 
 def test_training_takes_all_conversations_whole(tmp_path: Path):

@@ -22,7 +22,7 @@ from lit_effattn.datamodules.common.store import write_text
 from lit_effattn.datamodules.text.records import SUFFIXES as RECORDS
 from lit_effattn.datamodules.text.records import divisible, is_records, records
 from lit_effattn.datamodules.text.sources import Document
-from lit_effattn.datamodules.text.text_stream import saved_tokenizer
+from lit_effattn.datamodules.text.text_stream import check_tokenizer_of, saved_tokenizer
 from lit_effattn.datamodules.text.token_store import (
     FORMAT,
     PLAN,
@@ -66,7 +66,7 @@ def prepare(
     source: Path,
     folder: Path,
     *,
-    tokens: str = "bytes",
+    tokens: str | None = None,
     vocab_size: int | None = None,
     tokenizer_of: str | Path | None = None,
     field: str = "text",
@@ -85,8 +85,8 @@ def prepare(
             document, and so is each line of a .jsonl, an object with the text in `field`, and each record of a FASTA
             file (.fasta, .fa, .faa). All may be compressed (.gz), or begin with a byte-order mark of UTF-8.
         folder: The folder to make.
-        tokens: As for `TextStream`. Characters, words and bpe are learnt from the beginnings of all shards; if
-            there are splits, of those of train.
+        tokens: As for `TextStream`. Default: bytes. Characters, words and bpe are learnt from the beginnings of all
+            shards; if there are splits, of those of train.
         vocab_size: As for `TextStream`.
         tokenizer_of: As for `TextStream`, in place of `tokens` and `vocab_size`.
         field: Name of the text in a .jsonl.
@@ -108,6 +108,8 @@ def prepare(
     at_least(1, shard_bytes=shard_bytes, learn_bytes=learn_bytes, workers=workers)
     if held_out is not None:
         at_least(_LEAST_HELD_OUT, held_out=held_out)
+    check_tokenizer_of(tokenizer_of, tokens, vocab_size)
+    tokens = tokens or "bytes"
     check_vocabulary(vocab_size, tokens=tokens)
     given = None if tokenizer_of is None else saved_tokenizer(tokenizer_of)
     root = source if source.is_dir() else source.parent
@@ -215,14 +217,13 @@ def _start_or_resume(folder: Path, plan: dict[str, Any]) -> None:
 
 
 def _sample(work: list[_Work], kind: type[Tokenizer], n_bytes: int) -> Iterator[str]:
-    """Yield the texts to learn a vocabulary from: the first documents of every shard, equally much of each."""
+    """Yield the texts to learn a vocabulary from: the beginning of every shard, equally much of each."""
     with progress("Reading the vocabulary", n_bytes) as advance:
         for shard in work:
-            remaining = n_bytes // len(work)
-            for document in _documents(shard, hashlib.sha256()):
-                for text in decoded(document, kind, advance):
-                    yield text
-                    remaining -= len(text.encode())
+            remaining, documents = n_bytes // len(work), _documents(shard, hashlib.sha256())
+            for text in (text for document in documents for text in decoded(document, kind, advance)):
+                yield text
+                remaining -= len(text.encode())
                 if remaining <= 0:
                     break
 

@@ -140,11 +140,7 @@ class TextStream(DataModule):
         at_least(0, shuffle_seed=shuffle_seed)
         one_of(("apart", "joined", "packed", "whole"), documents=documents)
         self.source: str = source
-        if tokenizer_of is not None and (tokens, vocab_size) != (None, None):
-            raise ValueError(
-                f"tokenizer_of={tokenizer_of!r} brings its vocabulary; leave out tokens={tokens!r} and "
-                f"vocab_size={vocab_size}"
-            )
+        check_tokenizer_of(tokenizer_of, tokens, vocab_size)
         if source == "prepared" and (tokens, tokenizer_of) != (None, None):
             raise ValueError(
                 f"source='prepared' brings its tokenizer; leave out tokens={tokens!r} and tokenizer_of={tokenizer_of!r}"
@@ -326,6 +322,15 @@ def _check_options(source: str, **options: Any) -> None:
         raise ValueError(f"glob={options['glob']!r} must be relative to root={options['root']!r}, such as **/*.md")
     if source == "huggingface" and options["path"] is None:
         raise ValueError("path=None: source='huggingface' needs the data set's name, such as path=Salesforce/wikitext")
+
+
+def check_tokenizer_of(checkpoint: str | Path | None, tokens: str | None, vocab_size: int | None) -> None:
+    """Raise ValueError if a vocabulary is chosen beside the checkpoint `tokenizer_of`."""
+    if checkpoint is not None and (tokens, vocab_size) != (None, None):
+        raise ValueError(
+            f"tokenizer_of={str(checkpoint)!r} brings its vocabulary; leave out tokens={tokens!r} and "
+            f"vocab_size={vocab_size}"
+        )
 
 
 def saved_tokenizer(checkpoint: str | Path) -> Tokenizer:

@@ -25,10 +25,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("input", metavar="INPUT", help="A file, or a folder: .txt, .jsonl or .fasta, or with .gz.")
     parser.add_argument("folder", metavar="FOLDER", help="The folder to create, or to continue.")
     parser.add_argument(
-        "--tokens",
-        default="bytes",
-        choices=KINDS,
-        help="How to tokenize; characters, words and bpe are learnt.",
+        "--tokens", choices=KINDS, help="How to tokenize; characters, words and bpe are learnt. Default: bytes."
     )
     parser.add_argument("--vocab_size", type=int, help="words, bpe: size of the vocabulary.")
     parser.add_argument(

@@ -98,7 +98,7 @@ def test_small_files_share_a_shard_as_long_as_they_fit():
     ]
 
 
-def test_a_vocabulary_is_learnt_from_all_shards(tmp_path):
+def test_a_vocabulary_is_learnt_from_all_shards(tmp_path, monkeypatch):
     lines = [f"{i:02}" for i in range(12)]
     (tmp_path / "x.jsonl").write_text(jsonl(lines))
     size = len(jsonl(["00"]))
@@ -108,6 +108,10 @@ def test_a_vocabulary_is_learnt_from_all_shards(tmp_path):
     ]
     assert list(module._sample(work, KINDS["characters"], 6)) == ["00", "04", "08"]
     assert list(module._sample(work, KINDS["characters"], 12)) == [lines[i] for i in (0, 1, 4, 5, 8, 9)]
+    (tmp_path / "y.txt").write_text("one document")
+    monkeypatch.setattr(module, "_BLOCK", 4)
+    work = [module._Work(tmp_path, tmp_path, "text", 0, [module.Part("y.txt", 0, 12)])]
+    assert list(module._sample(work, KINDS["characters"], 6)) == ["one ", "docu"]
 
 
 def test_a_learnt_vocabulary(source, tmp_path):
@@ -176,6 +180,8 @@ def test_other_settings_or_input_are_refused(source, tmp_path):
         prepare(source, folder, tokens="bpe", vocab_size=300)
     with pytest.raises(ValueError, match=r"out was made with held_out=200, not 100"):
         prepare(source, folder, held_out=100)
+    with pytest.raises(ValueError, match="tokenizer_of='model:stdlib' brings its vocabulary; leave out tokens='words'"):
+        prepare(source, folder, tokens="words", tokenizer_of="model:stdlib")
     (source / "b" / "1.txt").write_text("changed")
     with pytest.raises(ValueError, match=r"out was made with other input: b/1.txt was added, removed or changed"):
         prepare(source, folder)

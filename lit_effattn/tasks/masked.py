@@ -22,7 +22,7 @@ from lit_effattn.tasks.base import Objective, Task, check_backbone, check_fields
 from lit_effattn.tasks.metrics import Accuracy, Count, Mean, Perplexity, for_stages
 from lit_effattn.tasks.options import FillOptions
 from lit_effattn.tasks.predictions import of_positions, write_documents
-from lit_effattn.tasks.samples import write_filled
+from lit_effattn.tasks.samples import check_known, write_filled
 
 MASK = "[MASK]"
 """A hidden token in the text of `fill`."""
@@ -187,13 +187,16 @@ class MaskedLanguageModel(Task):
         """Return the likeliest tokens at each `[MASK]` of a text, with their probabilities, `n` for each.
 
         Raises:
-            ValueError: If the text has no `[MASK]`, or the model has no tokenizer.
+            ValueError: If the text has no `[MASK]`, or a character that the model does not know, or the model has no
+                tokenizer.
         """
         if self.tokenizer is None:
             raise ValueError("the model can't read text: it was trained without a tokenizer")
         if MASK not in text:
             raise ValueError(f"--fill {text[:40]!r} has no {MASK}; write it in place of each token to predict")
         tokenizer = Tokenizer.from_spec(self.tokenizer)
+        for piece in text.split(MASK):
+            check_known(tokenizer, piece)
         pieces = [tokenizer.encode(piece).astype(np.int64) for piece in text.split(MASK)]
         tokens = np.concatenate([part for piece in pieces for part in ([self.mask], piece)][1:])
         with evaluating(self):

@@ -145,7 +145,7 @@ def write_texts(
     if options.prompts_file is not None:
         return _continue_file(task, folder, options, progress)
     begin, tokenizer = _prompt(options), task.text
-    _check_known(tokenizer, begin)
+    check_known(tokenizer, begin)
     kept, keep = _kept(task, options, options.n)
     first = [tokenizer.start] if kept is None else []
     tokens = torch.tensor([[*first, *tokenizer.encode(begin).tolist()]], dtype=torch.long)
@@ -251,8 +251,8 @@ def _prompt(options: TextOptions) -> str:
         raise ValueError(f"--prompt_file {path} is not UTF-8: {error.reason} at byte {error.start}") from error
 
 
-def _check_known(tokenizer: Tokenizer, prompt: str) -> None:
-    """Reject characters that were not in the training text, and warn of words that become `<unk>`.
+def check_known(tokenizer: Tokenizer, prompt: str) -> None:
+    """Reject characters that were not in the training text, and warn of words and letters that are read as another.
 
     Raises:
         ValueError: If a token is a character, and the prompt has an unknown one: its embedding is not trained.
@@ -263,7 +263,7 @@ def _check_known(tokenizer: Tokenizer, prompt: str) -> None:
     shown = ", ".join(map(repr, unknown[:5])) + (f" and {len(unknown) - 5} more" if len(unknown) > 5 else "")
     if tokenizer.unit == "character":
         raise ValueError(f"the prompt has {shown}, which the model's training text does not contain; leave it out")
-    rank_zero_warn(f"the prompt has {shown}, read as <unk>: not in the model's vocabulary")
+    rank_zero_warn(f"the prompt has {shown}, read as {tokenizer.replaces[1]}: not in the model's vocabulary")
 
 
 def _room(task: Any, n: int, kept: Kept | None = None) -> int | None:
@@ -338,7 +338,7 @@ def _continue_file(task: Any, folder: Folder, options: TextOptions, progress: Pr
     """
     prompts, tokenizer = read_prompts(Path(options.prompts_file or "")), task.text
     for prompt in prompts:
-        _check_known(tokenizer, prompt.text)
+        check_known(tokenizer, prompt.text)
     tokens = [torch.tensor([tokenizer.start, *tokenizer.encode(p.text).tolist()]) for p in prompts]
     asked = [p.n_tokens or options.n_tokens or N_TOKENS for p in prompts]
     rooms = [_room(task, len(prompt)) for prompt in tokens]

@@ -7,6 +7,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
+
 from lit_effattn.datamodules.common.files import regular
 
 _NAME = re.compile(r"\w[\w.-]*/\w[\w.-]*")
@@ -58,7 +60,8 @@ def load_splits(
         remedy: The options that name the columns.
 
     Returns:
-        The rows of "train", and of "val" and "test" if it has them; and plain data that change if they change.
+        The rows of "train", and of "val" and "test" if it has them, with classes; and plain data that change if they
+        change.
 
     Raises:
         ValueError: As in `load`, or if there is no split train with these columns.
@@ -73,4 +76,8 @@ def load_splits(
         )
     names = {"train": "train", "val": "validation", "test": "test"}
     rows = {split: loaded[name].select_columns(sorted(top)) for split, name in names.items() if name in loaded}
+    for split, of_one in [*rows.items()]:
+        if any(hasattr(kind, "names") and {*of_one[column]} == {-1} for column, kind in of_one.features.items()):
+            rank_zero_info(f"{option}: the classes of {names[split]!r} are secret; {split} is taken from train instead")
+            del rows[split]
     return rows, [path, subset, list(columns), {name: of_one._fingerprint for name, of_one in loaded.items()}]

@@ -3,7 +3,7 @@
 import csv
 import json
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -121,9 +121,11 @@ def read_objects(path: Path) -> Iterator[Record | Fault]:
             yield Fault("not JSON", f"{where}: is not JSON ({error})")
 
 
-def of_rows(title: str, rows: Iterable[Any]) -> Iterator[Record]:
-    """Yield the rows of a data set of Hugging Face."""
-    return (Record(f"{title}[{i}]", row) for i, row in enumerate(rows))
+def of_rows(title: str, rows: Any) -> Iterator[Record]:
+    """Yield the rows of a data set of Hugging Face, with the names of its classes, or None for −1: no class."""
+    names = {column: [*kind.names, None] for column, kind in rows.features.items() if hasattr(kind, "names")}
+    for i, row in enumerate(rows):
+        yield Record(f"{title}[{i}]", row | {column: of_one[row[column]] for column, of_one in names.items()})
 
 
 def _tabbed(path: Path) -> Iterator[tuple[str, list[str] | Fault]]:

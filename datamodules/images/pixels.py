@@ -134,6 +134,12 @@ class PixelSequences(DataModule):
             return [self.root]
         return [self.root / folders[self.dataset]] if self.dataset in folders else []
 
+    @property
+    def test_files(self) -> list[str]:
+        """The files of the test images in their order, relative to `root`, if each has one."""
+        paths = image_sources.folder(self.root)[0]["test"] if self.dataset == "folder" else []
+        return [path.relative_to(self.root).as_posix() for path in paths]
+
     def to_images(self, levels: Tensor) -> Tensor:
         """Convert sequences of levels (B, N) to images (B, C, H, W) of uint8, 0 to 255."""
         return levels_to_images(levels, self.image_shape, self.n_levels)

@@ -224,7 +224,10 @@ class LabelledTexts(LengthBatched):
 
     def _items(self, split: str) -> "LabelledBytes":
         if self._reads_own_texts:
-            return LabelledBytes(self._split([line.encode() for line in self._lines], None))
+            texts = self._split([line.encode() for line in self._lines], None)
+            if texts.n_cut:
+                rank_zero_warn(f"{texts.n_cut:,} of {len(self._lines):,} texts are cut to max_len={self.max_len}")
+            return LabelledBytes(texts)
         return LabelledBytes(self._corpus[1][split], packed=self.packed and split == "train")
 
 

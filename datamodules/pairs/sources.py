@@ -125,7 +125,8 @@ def _paths(root: Path, suffixes: tuple[str, str] | None) -> dict[str, list[Path]
 def huggingface(path: str, subset: str | None, columns: tuple[str, str], *, numbers: bool = False) -> PairSource:
     """Return a data set of Hugging Face, each row a pair.
 
-    The splits are train, validation and test. If validation or test is missing, it is taken from train by `bucket`.
+    The splits are train, validation and test. If validation or test is missing or has no classes, as in a competition,
+    it is taken from train by `bucket`. Classes have their names.
 
     Args:
         path: Name or folder of the data set.

@@ -26,7 +26,7 @@ class ManifestLine(NamedTuple):
     Attributes:
         where: File and line, for errors.
         utterance: The utterance. Its phones may be None.
-        text: The transcript; may be None if the utterance has phones.
+        text: The transcript; None: there is none, or it is not needed.
     """
 
     where: str
@@ -87,7 +87,7 @@ def _manifest_line(where: str, fields: Any, folder: Path, spoken: bool) -> Manif
     duration = _seconds(fields, "duration")
     if duration == 0:
         raise ValueError("duration=0 must be more than 0")
-    phones, text = _phones(fields.get("phonemes")), _string(fields, "text")
+    phones, text = _phones(fields.get("phonemes")), _string(fields, "text") if spoken else None
     if spoken and phones is None and text is None:
         raise ValueError("has neither text nor phonemes")
     name = _string(fields, "id") or (f"{audio}:{start:g}" if start else audio)

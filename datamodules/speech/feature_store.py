@@ -128,6 +128,9 @@ def stored_features(
         keep: Cache the features too, 4·F bytes per frame, in a file that processes map and share. Otherwise they are
             computed again on each access.
         num_workers: Worker processes that read; 0: this process.
+
+    Raises:
+        AudioError: If a file can't be opened, for lack of permission, for instance.
     """
     make = partial(_make, utterances, reader, keep, num_workers, name)
     store = cached(folder, f"speech-{name}", _identity(utterances, reader, keep), make)
@@ -210,4 +213,6 @@ class _Each(Dataset[Any]):
         try:
             return self.reader(self.utterances[i])
         except AudioError as error:
+            if isinstance(error.__cause__, OSError):  # not a fault of the recording: it may be mended, or pass
+                raise
             return Fault(error.reason, str(error))

@@ -5,6 +5,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from functools import cached_property
 from pathlib import Path
+from unicodedata import normalize
 
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
@@ -131,8 +132,8 @@ class Lexicon:
             )
 
     def words(self, text: str) -> list[str]:
-        """Split a text into words in the lexicon's spelling: in capitals, without punctuation around them."""
-        stripped = (word.strip('.,;:!?"()[]“”…-–—') for word in text.upper().split())
+        """Split a text into words in the lexicon's spelling: see `_spelled`, without punctuation around them."""
+        stripped = (word.strip('.,;:!?¿¡"()[]“”„«»‹›…-–—') for word in _spelled(text).split())
         return [word for word in stripped if word]
 
     def pronounce(self, words: Iterable[str]) -> tuple[str, ...]:
@@ -155,8 +156,13 @@ class Lexicon:
         self.check()
         words: dict[str, tuple[str, ...]] = {}
         for word, phones in lexicon_entries(self.path, stress=self.stress):
-            words.setdefault(word.upper(), phones)
+            words.setdefault(_spelled(word), phones)
         return words
+
+
+def _spelled(text: str) -> str:
+    """Return a text in capitals and composed characters (NFC), with ' in place of the typographic apostrophe."""
+    return normalize("NFC", text.upper()).replace("’", "'")
 
 
 class Pronouncer(ABC):

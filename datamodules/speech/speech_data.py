@@ -42,13 +42,14 @@ class SpeechData(DataModule):
     interrupted epoch resumes with the next batch. In validation, test and prediction every utterance occurs exactly
     once over all processes, the longest first.
 
-    All recordings are read once before their first run, and again if a file or a setting has changed. Unusable
-    utterances are left out, and a warning counts them by reason and names the first few. A file is unusable if it is
-    missing, empty or unreadable, has several channels, is too long or too short, has a lower sampling rate, or has
-    phones, but only samples of 0. An utterance is unusable if its phones are unknown or not in the inventory. Training
-    also leaves out an utterance that is too short for its phones, since CTC needs ⌈T / factor⌉ ≥ phones + pairs of
-    equal neighbours, with the subsampling factor of the trainer's model. Validation and test keep it, since its error
-    rate is defined. All other utterances that they leave out are not scored.
+    All recordings are read once before their first run, and again if a file or a setting has changed. A file that can't
+    be opened, for lack of permission or because of the disk, ends the run. Unusable utterances are left out, and a
+    warning counts them by reason and names the first few. A file is unusable if it is missing, empty or unreadable, has
+    several channels, is too long or too short, has a lower sampling rate, or has phones, but only samples of 0. An
+    utterance is unusable if its phones are unknown or not in the inventory. Training also leaves out an utterance that
+    is too short for its phones, since CTC needs ⌈T / factor⌉ ≥ phones + pairs of equal neighbours, with the subsampling
+    factor of the trainer's model. Validation and test keep it, since its error rate is defined. All other utterances
+    that they leave out are not scored.
 
     Args:
         corpus: The utterances and the inventory of phones. Default: EspeakCorpus, which needs no download.
@@ -294,11 +295,12 @@ class SpeechData(DataModule):
 
     def state_dict(self) -> dict[str, Any]:
         """Return the inventory of phones and the settings of the features."""
-        state: dict[str, Any] = {"phones": self.phones, "features": repr(self.filterbanks)}
+        settings = {"features": repr(self.filterbanks), "normalize": self.normalize}
+        state: dict[str, Any] = {"phones": self.phones, **settings}
         return state | ({"statistics": self._corpus_statistics()} if self.normalize == "corpus" else {})
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load the statistics of the training utterances from a checkpoint.
+        """Load the statistics of the training utterances from a checkpoint. Warn if it has another `normalize`.
 
         Raises:
             ValueError: If the checkpoint's labels or features differ.
@@ -314,6 +316,8 @@ class SpeechData(DataModule):
                 f"corpus's {len(self.phones)} are {' '.join(self.phones)}: the same label means another phone; use a "
                 "corpus of the same inventory"
             )
+        if (saved := state_dict.get("normalize", self.normalize)) != self.normalize:
+            rank_zero_warn(f"normalize={self.normalize!r}, but the checkpoint was trained with normalize={saved!r}")
         self._statistics = state_dict.get("statistics")
 
 

@@ -48,10 +48,17 @@ def write_table(path: Path, header: Iterable[str], rows: Iterable[Iterable[Any]]
 
 
 def write_items(task: Any, predictions: list[Any], folder: Path) -> str:
-    """Write `predictions.csv`, a row for each item, from dictionaries of tensors (B,)."""
+    """Write `predictions.csv`, a row for each item, from dictionaries of tensors (B,): see `_files`."""
     rows = [row for batch in predictions for row in zip(*(v.tolist() for v in batch.values()), strict=True)]
-    path = write_table(folder / "predictions.csv", ["index", *predictions[0]], ((i, *r) for i, r in enumerate(rows)))
+    header, files = ["index", *predictions[0]], _files(task)
+    path = folder / "predictions.csv"
+    write_table(path, header + ["file"] * bool(files), ((i, *r, *files[i : i + 1]) for i, r in enumerate(rows)))
     return f"scores of {len(rows)} items: {short(path)}"
+
+
+def _files(task: Any) -> list[str]:
+    """Return the files of the items in their order, the last column, if the trainer's data module knows them."""
+    return getattr(getattr(task._trainer, "datamodule", None), "test_files", [])
 
 
 # Documents
@@ -111,19 +118,21 @@ def write_documents(predictions: list[Any], path: Path, trainer: Any, figures: M
 def write_classes(task: Any, predictions: list[Any], folder: Path) -> str:
     """Write `predictions.csv` and, if the labels are known, `confusion.png`: see `Task.write_predictions`.
 
-    A line has the sequence's index, the likeliest class, its probability, and the label, if it is known. The picture is
-    drawn for at most `PICTURED_CLASSES` classes.
+    A line has the sequence's index, the likeliest class, its probability, and the label and the file, if they are
+    known. The picture is drawn for at most `PICTURED_CLASSES` classes.
     """
     columns = {name: torch.cat([batch[name].cpu() for batch in predictions]) for name in predictions[0]}
     classes, labels = columns["class"], columns.get("label")
     indices = columns.get("index", torch.arange(len(classes)))
     names = {"class": classes} if labels is None else {"class": classes, "label": labels}
+    files = _files(task)
 
     def row(i: int) -> list[Any]:
         predicted, *label = (task.classes[int(numbers[i])] for numbers in names.values())
-        return [int(indices[i]), predicted, round(float(columns["probability"][i]), 6), *label]
+        index = int(indices[i])
+        return [index, predicted, round(float(columns["probability"][i]), 6), *label, *files[index : index + 1]]
 
-    header = ["index", "class", "probability", *[*names][1:]]
+    header = ["index", "class", "probability", *[*names][1:], *["file"] * bool(files)]
     path = write_table(folder / "predictions.csv", header, map(row, indices.argsort().tolist()))
     message = f"classes of {len(classes)} sequences: {short(path)}"
     if labels is None or len(task.classes) > PICTURED_CLASSES:

@@ -31,8 +31,8 @@ from lit_effattn.tasks.kept_states import check_replaceable, load_state, save_st
 from lit_effattn.tasks.options import DrawnOptions, FillOptions, ImageOptions, TargetOptions, TextOptions
 from lit_effattn.tasks.predictions import write_lines, write_outputs
 
-N_TOKENS = 500
-"""Default number of tokens of a text."""
+N_IMAGES, N_TOKENS = 16, 500
+"""Default numbers of images, and of tokens of a text."""
 
 Folder = Callable[[], Path]
 """Makes the folder of the samples."""
@@ -76,8 +76,7 @@ def write_images(
     Dimensions that are not drawn are grey, and −1 among the levels.
     """
     kept, keep = _kept(task, options, options.n)
-    n = 16 if options.n is None else options.n
-    originals = None if options.complete is None else _test_images(datamodule, n, options.complete)
+    originals = None if options.complete is None else _test_images(datamodule, options.n, options.complete)
     given = None if originals is None else originals[:, : _n_given(options.complete or 0.0, task.image_shape)]
     begun = given if kept is None else kept.tokens
     left = task.n_dims - (0 if begun is None else begun.size(1))
@@ -87,7 +86,7 @@ def write_images(
     if keep is not None and n_tokens == left:
         raise ValueError(f"--save_state {options.save_state}: whole images can't go on; give --n_tokens below {left}")
     how: Any = {"kept": kept, "keep": keep, "sampling": options, "progress": progress}
-    levels = task.sample(n, given=given, n_dims=n_tokens, **how).cpu()
+    levels = task.sample(options.n or N_IMAGES, given=given, n_dims=n_tokens, **how).cpu()
     into, images = folder(), _partial_images(task, levels)
     levels = pad(levels, (0, task.n_dims - levels.size(1)), value=-1)
     np.save(into / "samples.npy", levels.view(-1, *task.image_shape).to(torch.int16).numpy())
@@ -105,8 +104,8 @@ def _partial_images(task: Any, levels: Tensor) -> Tensor:
     return task.to_images(pad(levels, (0, task.n_dims - levels.size(1)))).masked_fill(missing, 128)
 
 
-def _test_images(datamodule: Any, n: int, complete: float) -> Tensor:
-    """Return the first `n` test images, (n, H·W·C) levels."""
+def _test_images(datamodule: Any, n: int | None, complete: float) -> Tensor:
+    """Return the first `n` test images, (n, H·W·C) levels. None: at most `N_IMAGES`."""
     if not 0 < complete < 1:
         raise ValueError(f"--complete {complete}: the fraction to erase must be above 0 and below 1")
     if datamodule is None:
@@ -116,10 +115,10 @@ def _test_images(datamodule: Any, n: int, complete: float) -> Tensor:
     batches: list[Tensor] = []
     for batch in datamodule.test_dataloader():
         batches.append(batch)
-        if sum(map(len, batches)) >= n:
+        if sum(map(len, batches)) >= (n or N_IMAGES):
             break
-    images = torch.cat(batches)[:n]
-    if len(images) < n:
+    images = torch.cat(batches)[: n or N_IMAGES]
+    if n is not None and len(images) < n:
         raise ValueError(f"--n {n}: there are only {len(images)} test images to complete")
     return images.long()
 

@@ -14,7 +14,7 @@ from lit_effattn.datamodules import PixelSequences
 from lit_effattn.datamodules.text.tokenizers import CharacterTokenizer, WordTokenizer
 from lit_effattn.nn.adaptive import AdaptiveEmbedding, AdaptiveHead
 from lit_effattn.settings.trainer import Trainer
-from lit_effattn.tasks import LanguageModel, PixelModel
+from lit_effattn.tasks import LanguageModel, PixelModel, samples
 
 N_DIMS = 64
 
@@ -58,6 +58,12 @@ def test_images_go_on_from_a_saved_state():
     at_once = drawn("at_once", n=3, complete=0.25)
     drawn("begun", n=3, complete=0.25, n_tokens=7, save_state="s.state")
     assert np.array_equal(drawn("completed", state="s.state"), at_once)
+
+
+def test_without_a_number_as_many_images_are_completed_as_there_are(monkeypatch):
+    monkeypatch.setattr(samples, "N_IMAGES", 200)
+    trainer().generate(digits(), PixelSequences("digits"), complete=0.05, output="out")
+    assert len(np.load("out/samples.npy")) == 180
 
 
 def test_images_that_cannot_be_drawn():

@@ -2,6 +2,7 @@ import copy
 import csv
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import lightning.pytorch as pl
 import numpy as np
@@ -25,6 +26,7 @@ from lit_effattn.attention import (
 from lit_effattn.attention.positions import GridPositions, LearnedPositions
 from lit_effattn.callbacks import MemoryCarry
 from lit_effattn.datamodules import LabelledBatch, pack, pad_labelled
+from lit_effattn.tasks.predictions import write_items
 
 CLASSES = ("a", "b, and c", "d")
 VOCAB = 7
@@ -250,6 +252,9 @@ def test_predictions_are_written_in_the_order_of_the_data(tmp_path: Path, monkey
     batches = [
         pad_labelled([items[i] for i in order])._replace(indices=torch.tensor(order)) for order in ([3, 0], [2, 1])
     ]
+    monkeypatch.setattr(made, "_trainer", SimpleNamespace(datamodule=SimpleNamespace(test_files=list("wxyz"))))
+    write_items(made, [{"bits": torch.ones(3)}], tmp_path)
+    assert table(tmp_path / "predictions.csv")[2] == {"index": "2", "bits": "1.0", "file": "y"}
     message = made.write_predictions([made.predict_step(batch) for batch in batches], tmp_path)
     p = torch.stack([made(part[None])[0].exp() for part in parts])
     for i, line in enumerate(table(tmp_path / "predictions.csv")):
@@ -257,6 +262,7 @@ def test_predictions_are_written_in_the_order_of_the_data(tmp_path: Path, monkey
         assert line["class"] == CLASSES[p[i].argmax()]
         assert float(line["probability"]) == pytest.approx(p[i].max().item(), abs=1e-6)
         assert line["label"] == CLASSES[labels[i]]
+        assert line["file"] == "wxyz"[i]
     counts = torch.zeros(3, 3, dtype=torch.long)
     for label, found in zip(labels, p.argmax(1), strict=True):
         counts[label, found] += 1

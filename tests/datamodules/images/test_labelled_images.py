@@ -1,3 +1,6 @@
+import shutil
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
@@ -101,6 +104,7 @@ def test_subfolders_are_classes(divided, tmp_path):
         assert torch.equal(batch.labels, batch.x[:, 0].long() // 50)
         counts.append(len(batch.labels))
     assert counts == ([6, 6, 6] if divided else [30, 3, 3])
+    assert [Path(name).parts[-2] for name in data.test_files] == [names[label] for label in batch.labels]
     part = data.splits["train"]
     mirrored = part[[len(part) + 1, 0]]  # image 1 mirrored
     assert torch.equal(mirrored.labels, part[[1, 0]].labels)
@@ -116,6 +120,10 @@ def test_classes_without_training_images_are_named(tmp_path):
 
 
 def test_what_has_no_classes_is_refused(tmp_path):
+    write_classes(tmp_path / "other", ("Train", "Test"), 10)
+    with pytest.raises(ValueError, match="Test, Train are no classes; rename them to train, val and test"):
+        _ = LabelledImages("folder", root=str(tmp_path / "other"), image_size=8).classes
+    shutil.rmtree(tmp_path / "other")
     write_classes(tmp_path, ("cat",), 10)
     options = {"dataset": "folder", "root": str(tmp_path), "image_size": 8}
     with pytest.raises(ValueError, match="cat is the only class; add a subfolder"):

@@ -1,10 +1,11 @@
 import json
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from lit_effattn.datamodules import LabelledTexts
-from tests.datamodules.hugging_face import fake_datasets, write_rows
+from tests.datamodules.hugging_face import Rows, fake_datasets, write_rows
 
 SPLITS = ("train", "val", "test")
 ITEMS = [("gut, gemacht", "good"), ("schlecht", "bad"), ("ümlaut", "good"), ("na ja", "so so"), ("x" * 40, "bad")]
@@ -92,6 +93,13 @@ def test_rows_of_hugging_face(tmp_path, monkeypatch):
     assert data.classes == ("0", "1")
     actual = [item for split in ("train", "val", "test") for item in items(loaders(data)[split], data.classes)]
     assert sorted(actual) == sorted((f"train {i}", str(i % 2)) for i in range(60))
+    monkeypatch.setattr(Rows, "features", {"label": SimpleNamespace(names=["bad", "good"])})
+    write_rows(tmp_path / "test", ("test",), lambda n, i: {"text": f"{n} {i}", "label": -1}, 9)
+    (tmp_path / "test" / "test.jsonl").rename(tmp_path / "rows" / "test.jsonl")  # whose classes are secret
+    data = ready(path=str(tmp_path / "rows"))
+    named = [item for split in ("train", "val", "test") for item in items(loaders(data)[split], data.classes)]
+    assert sorted(named) == sorted((f"train {i}", data.classes[i % 2]) for i in range(60))
+    assert data.classes == ("bad", "good")
 
 
 def loaders(data):
@@ -180,6 +188,8 @@ def test_a_file_of_texts_replaces_the_corpus_in_prediction(tmp_path):
     texts = {int(i): bytes(row[:n].tolist()) for i, row, n in zip(batch.indices, batch.x, batch.lengths, strict=True)}
     assert texts == {0: b"kurz", 1: b"ein langer Text"}
     assert batch.labels is None
+    with pytest.warns(match="1 of 2 texts are cut to max_len=14"):
+        ready("predict", root="nowhere", source_file=str(path), max_len=14).predict_dataloader()
     with pytest.raises(ValueError, match=r"source_file=.* is for predict only"):
         ready("fit", root="nowhere", source_file=str(path))
 

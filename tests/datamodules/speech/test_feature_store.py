@@ -1,6 +1,7 @@
 import os
 import pickle
 import threading
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -8,6 +9,7 @@ import soundfile
 import torch
 
 from lit_effattn.datamodules import Filterbanks, Utterance
+from lit_effattn.datamodules.speech.audio import AudioError
 from lit_effattn.datamodules.speech.feature_store import FeatureReader, stored_features
 from lit_effattn.datamodules.speech.filterbanks import moments
 
@@ -132,6 +134,10 @@ def test_what_was_damaged_or_interrupted_is_made_again(tmp_path, utterances, mon
     with monkeypatch.context() as patch:
         patch.setattr(FeatureReader, "__call__", interrupted)
         with pytest.raises(KeyboardInterrupt):
+            stored(utterances, tmp_path / "cache")
+    with monkeypatch.context() as patch:
+        patch.setattr("lit_effattn.datamodules.speech.audio.regular", Mock(side_effect=OSError(5, "of the disk")))
+        with pytest.raises(AudioError, match=r"0\.wav: it cannot be opened \(of the disk"):
             stored(utterances, tmp_path / "cache")
     assert not list(tmp_path.rglob("*.bin"))
     check()

@@ -82,6 +82,7 @@ def test_a_lexicon_in_cmudicts_format(tmp_path: Path):
     lexicon = Lexicon(lexicon_file(tmp_path / "dict"))
     assert lexicon.phones == spaced("AH D ER HH IH IY L OW R T W Z")
     assert lexicon.words('Hello, "world"! \'tis — read.') == ["HELLO", "WORLD", "'TIS", "READ"]
+    assert lexicon.words("«¿Don’t» „E\u0301tat“") == ["DON'T", "ÉTAT"]
     assert lexicon.pronounce(["HELLO", "WORLD"]) == spaced("HH AH L OW W ER L D")
     assert lexicon.pronounce(["READ"]) == ("R", "IY", "D")
     assert "HELLO(1)" not in lexicon
@@ -99,6 +100,7 @@ def test_lexicons_of_others(tmp_path: Path):
         "Word 0.99 P H\nrest 1.0\t.5\t1e-3 0.25\tR E\n": "E H P R",
         "ma m a1\nmo m o3\n": "a1 m o3",
         "啊 AA1 N3\n": "AA1 N3",  # N3 is no vowel of ARPAbet
+        "E\u0301tat’s E T A S\n": "A E S T",
         "say s 1 17\n": "1 17 s",
         "go g ow1\n": "g ow",
         "\ufeffHELLO  HH AH0\n": "AH HH",
@@ -106,7 +108,7 @@ def test_lexicons_of_others(tmp_path: Path):
         (tmp_path / "dict").write_text(text, encoding="utf-8")
         lexicon = Lexicon(tmp_path / "dict")
         assert lexicon.phones == spaced(phones)
-        assert text.lstrip("\ufeff").split()[0].upper() in lexicon
+        assert lexicon.words(text.lstrip("\ufeff").split()[0])[0] in lexicon
     text = "DÉJÀ  D EY2 ZH AA1\n"
     for data in (text.encode("latin-1"), gzip.compress(text.encode())):
         (tmp_path / "dict").write_bytes(data)

@@ -151,6 +151,8 @@ def test_statistics_of_the_corpus_are_in_the_checkpoint(make, tmp_path, corpus):
     state = torch.load(tmp_path / "state", weights_only=True)
     expected = rows_of(make("test", normalize="corpus").test_dataloader())
     corpus.splits["train"] = corpus.splits["train"][:3]
+    with pytest.warns(match="normalize='utterance', but the checkpoint was trained with normalize='corpus'"):
+        make().load_state_dict(state)
     data = make("test", normalize="corpus")
     data.load_state_dict(state)
     rows = rows_of(data.test_dataloader())
@@ -269,7 +271,7 @@ def test_predict_takes_recordings_without_the_corpus(make, corpus, tmp_path, cap
     manifest = tmp_path / "manifest.jsonl"
     lines = [
         {"audio_filepath": str(last.audio.relative_to(tmp_path)), "offset": 0.05, "duration": 0.15},
-        {"audio_filepath": str(last.audio), "id": "whole"},
+        {"audio_filepath": str(last.audio), "id": "whole", "text": ""},
     ]
     manifest.write_text("\n".join(map(json.dumps, lines)) + "\n\n")
     folder = corpus.folder / "val"

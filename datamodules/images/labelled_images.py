@@ -115,7 +115,7 @@ def _class_folders(root: Path, splits: dict[str, list[Path]]) -> tuple[str, ...]
             raise ValueError(f"{path} has no class; put it into a subfolder named after its class, as cat/1.png")
         names.add(name)
     if _SPLIT_NAMES.issuperset(map(str.lower, names)):
-        raise ValueError(f"{root}: {', '.join(sorted(names))} are no classes; rename them to train, val and test")
+        raise ValueError(f"{root}: {', '.join(sorted(names))} would be the classes; rename them to train, val and test")
     if len(names) < 2:
         raise ValueError(f"{root}: {', '.join(names)} is the only class; add a subfolder for each other class")
     return tuple(sorted(names))

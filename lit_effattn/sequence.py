@@ -165,8 +165,13 @@ def valid_positions(lengths: Tensor, n: int) -> Tensor:
 
 
 def valid_lengths(lengths: Tensor | None, x: Tensor, dim: int = 1) -> Tensor:
-    """Return `lengths` (B,), or without them the number of positions of `x`, its size along `dim`, for each row."""
-    return torch.full(x.shape[:1], x.size(dim), device=x.device) if lengths is None else lengths
+    """Return `lengths` (B,), or without them the number of positions of `x`, its size along `dim`, for each row.
+
+    A state may keep the result: it is int64, and a copy, so that the caller may change `lengths`.
+    """
+    if lengths is None:
+        return torch.full(x.shape[:1], x.size(dim), device=x.device)
+    return lengths.to(torch.long, copy=True)
 
 
 def check_lengths(name: str, lengths: Tensor | None, x: Tensor) -> None:

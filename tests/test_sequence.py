@@ -223,13 +223,16 @@ def test_a_state_needs_a_causal_module():
         module(torch.zeros(2, 3, 4), module.initial_state(2))
 
 
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
 @pytest.mark.parametrize("kind", [SoftmaxAttention, LinearAttention])
-def test_lengths_may_be_int32(kind):
-    module = kind(4, 2)
+def test_lengths_may_be_int32_and_change_after_the_call(kind, dtype):
+    module, lengths = kind(4, 2), torch.tensor([6, 2], dtype=dtype)
     x = torch.randn(2, 6, 4)
     z, after = module(x, None, torch.tensor([6, 2]))
-    y, state = module(x, None, torch.tensor([6, 2], dtype=torch.int32))
+    y, state = module(x, None, lengths)
+    lengths += 1
     assert torch.equal(y, z)
+    assert [t.dtype for t in sequence.tensors(state)] == [t.dtype for t in sequence.tensors(after)]
     assert torch.equal(module(x, state)[0], module(x, after)[0])
 
 

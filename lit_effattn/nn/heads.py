@@ -15,6 +15,8 @@ from lit_effattn.hparams import HasInitArgs
 from lit_effattn.ops.cross_entropy import linear_cross_entropy
 from lit_effattn.sequence import accumulator
 
+_TINY = 1e-20
+
 
 class Head(HasInitArgs, nn.Module, ABC):
     """A distribution over `n_levels` ordered values, given a hidden state.
@@ -194,8 +196,10 @@ class MixtureOfLogisticsHead(Head):
         out = out.to(accumulator(out.dtype))
         logit, mean, log_scale = out.chunk(3, dim=-1)  # (…, K)
         with torch.autocast(h.device.type, enabled=False):
-            inverse = torch.exp(-log_scale.clamp(min=self.MIN_LOG_SCALE))
+            log_scale = log_scale.clamp(min=self.MIN_LOG_SCALE)
+            inverse = torch.exp(-log_scale)
             half = 1 / (self.n_levels - 1)
+            width = 2 * half * inverse  # of a bin, in scales; log(1 − e^{−width}) is log(width) where it is tiny
             x = level[..., None].to(out.dtype) * (2 * half) - 1
             upper = (x + half - mean) * inverse
             lower = (x - half - mean) * inverse
@@ -205,7 +209,11 @@ class MixtureOfLogisticsHead(Head):
             bins = (
                 F.logsigmoid(upper).masked_fill(last, 0)
                 + F.logsigmoid(-lower).masked_fill(first, 0)
-                + torch.log(-torch.expm1(-2 * half * inverse)).masked_fill(first | last, 0)
+                + torch.where(
+                    width > _TINY,
+                    torch.log(-torch.expm1(-width.clamp(min=_TINY))),
+                    math.log(2 * half) - log_scale,
+                ).masked_fill(first | last, 0)
             )
             return torch.logsumexp(logit.log_softmax(-1) + bins, -1)
 

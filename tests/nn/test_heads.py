@@ -87,6 +87,14 @@ def test_a_mixture_in_float32():
         np.testing.assert_allclose(log_probs.detach(), differences(n_levels, *EXTREMES[name]), rtol=rtol, atol=atol)
 
 
+def test_a_mixture_of_scales_beyond_float32():
+    for log_scale in (20.0, 100.0, 1e4):
+        head, h = mixture(256, [0.0], [0.1], [log_scale])
+        middle = math.log(2 / 255 / 4) - log_scale  # the density of a logistic at its mean is 1 / 4 s
+        expected = torch.tensor([-math.log(2), *[middle] * 254, -math.log(2)])
+        torch.testing.assert_close(head.log_probs(h), expected)
+
+
 def test_probabilities_sum_to_1():
     for kind, n_levels, size in itertools.product(KINDS, [2, 256], [0.0, 30.0]):
         head = kind(D, n_levels)
@@ -147,7 +155,7 @@ def test_gradients_stay_finite():
     for n_mixtures, size in itertools.product([1, 10], [1.0, 40.0, 1e4]):
         head = MixtureOfLogisticsHead(D, 256, n_mixtures=n_mixtures)
         out = size * torch.randn(64, 3 * n_mixtures)
-        out[:, 2 * n_mixtures :] = torch.empty(64, n_mixtures).uniform_(-12, 5)
+        out[:, 2 * n_mixtures :] = torch.empty(64, n_mixtures).uniform_(-12, 200)
         out = saying(head, out).requires_grad_()
         target = torch.arange(64) * 255 // 63
         nll = head.nll(out, target)

@@ -1,9 +1,11 @@
 """Adapters of other packages' modules and of functions."""
 
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
+from torch import nn
 
 from lit_effattn.laws import FunctionAdapter, HuggingFaceAdapter, check
 
@@ -30,3 +32,12 @@ def test_rows_of_a_cache_without_reorder_cache():
     cache, chosen = HuggingFaceAdapter.select(None, ({"keys": [keys]}, mask), rows)
     assert cache["keys"][0].tolist() == [[4, 5], [0, 1]]
     assert chosen.tolist() == [[8, 9, 10, 11], [0, 1, 2, 3]]
+
+
+def test_the_mask_is_on_the_device_of_the_tokens():
+    class Echo(nn.Module):
+        def forward(self, x, attention_mask, past_key_values, use_cache):
+            return SimpleNamespace(logits=x * attention_mask, get=lambda name: past_key_values)
+
+    tokens, lengths = torch.ones(2, 3, dtype=torch.long, device="meta"), torch.ones(2, device="meta")
+    assert HuggingFaceAdapter.call(Echo(), tokens, None, lengths)[1][1].device == tokens.device

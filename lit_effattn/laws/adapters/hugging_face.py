@@ -50,8 +50,8 @@ class HuggingFaceAdapter(Adapter):
         cache, mask = state or (None, None)
         options: dict[str, Any] = {}
         if lengths is not None or mask is not None:
-            new = torch.ones_like(x) if lengths is None else torch.arange(x.size(1), 0, -1) <= lengths[:, None]
-            mask = new.long() if mask is None else torch.cat([mask, new.long()], 1)
+            new = _mask(x, lengths)
+            mask = new if mask is None else torch.cat([mask, new], 1)
             position = (mask.cumsum(1) - 1).clamp(min=0)[:, -x.size(1) :]
             options = {"attention_mask": mask, "position_ids": position}
         takes = inspect.signature(module.forward).parameters
@@ -72,6 +72,12 @@ class HuggingFaceAdapter(Adapter):
     @staticmethod
     def generate(module: Any, x: Tensor, n: int, lengths: Tensor | None) -> Tensor:
         """Return the tokens of `module.generate`."""
-        mask = torch.ones_like(x) if lengths is None else (torch.arange(x.size(1), 0, -1) <= lengths[:, None]).long()
         options = {"max_new_tokens": n, "min_new_tokens": n, "do_sample": False, "pad_token_id": 0}
-        return module.generate(x, attention_mask=mask, **options)[:, x.size(1) :]
+        return module.generate(x, attention_mask=_mask(x, lengths), **options)[:, x.size(1) :]
+
+
+def _mask(x: Tensor, lengths: Tensor | None) -> Tensor:
+    """Return the attention mask of tokens (B, N) that are padded on the left."""
+    if lengths is None:
+        return torch.ones_like(x)
+    return (torch.arange(x.size(1), 0, -1, device=x.device) <= lengths[:, None]).long()

@@ -98,10 +98,11 @@ def read_records(path: Path, columns: tuple[str, ...]) -> Iterator[Record | Faul
     Args:
         path: The file.
         columns: Names of the fields that are needed. If the first row of a .csv or of columns between TABs has them,
-            the row names the columns; otherwise there must be as many columns.
+            the row names the columns, in capitals or not; otherwise there must be as many columns, in this order.
 
     Raises:
-        ValueError: If a .csv is not valid, or a column that is needed is there twice.
+        ValueError: If a .csv is not valid, or a column that is needed is there twice, or in another place than its own
+            beside one of another name.
     """
     name = path.name.lower().removesuffix(".gz")
     if name.endswith(".jsonl"):
@@ -147,21 +148,24 @@ def _quoted(path: Path) -> Iterator[tuple[str, list[str] | Fault]]:
 def _named(
     columns: tuple[str, ...], rows: Iterator[tuple[str, list[str] | Fault]], separator: str
 ) -> Iterator[Record | Fault]:
-    names = columns
+    names, wanted = columns, {column.lower(): column for column in columns}
     for number, (where, row) in enumerate(rows):
         if isinstance(row, Fault):
             yield row
             continue
         cells = tuple(cell.strip() for cell in row)
-        if (
-            number == 0
-            and cells
-            and ({*columns} <= {*cells} or _COLUMN_NAMES.issuperset(cell.lower() for cell in cells))
-        ):
+        header = tuple(wanted.get(cell.lower(), cell) for cell in cells)
+        has_all = {*columns} <= {*header}
+        if number == 0 and cells and (has_all or _COLUMN_NAMES.issuperset(cell.lower() for cell in cells)):
             yield Fault("header row", f"{where}: {separator.join(row)!r} are names of columns")
-            names = cells if {*columns} <= {*cells} else columns
+            names = header if has_all else columns
             if twice := [column for column in columns if names.count(column) > 1]:
                 raise ValueError(f"{where}: names the column {twice[0]!r} twice; rename one of them")
+            if any(name in columns and name != expected for name, expected in zip(header, names, strict=False)):
+                raise ValueError(
+                    f"{where}: the columns are {separator.join(row)}, not {separator.join(columns)}; give the options "
+                    "that name the columns to read"
+                )
         elif len(cells) == len(names):
             yield Record(where, dict(zip(names, row, strict=True)))
         elif any(cells):

@@ -237,8 +237,8 @@ def cached_folder(folder: Path, make: Callable[[Path], None], is_whole: Callable
             pass
     except OSError as error:
         raise OSError(
-            f"the folder {folder.parent} for prepared data can't be written to ({error.strerror}): set XDG_CACHE_HOME "
-            "in the environment to a folder that can"
+            f"the folder {folder.parent} for prepared data can't be written to ({error.strerror}): name another "
+            "by an option of the data, or set XDG_CACHE_HOME in the environment to a folder that can"
         ) from error
     with FileLock(folder.with_suffix(".lock")):
         if is_whole(folder):

@@ -85,7 +85,16 @@ class Filterbanks:
         return max(0, (n_samples - self.frame_samples) // self.hop_samples + 1)
 
     def __call__(self, samples: Tensor) -> Tensor:
-        """Return the features (T, F), T = `n_frames(n)`, of samples (n,) in −1 … 1."""
+        """Return the features (T, F), T = `n_frames(n)`, of samples (n,) in −1 … 1.
+
+        Raises:
+            ValueError: If `samples` has another shape, or holds integers.
+        """
+        if samples.dim() != 1 or not samples.is_floating_point():
+            raise ValueError(
+                f"samples is {samples.dtype} of shape {tuple(samples.shape)}; expected floats in −1 … 1 of shape (n,): "
+                "one channel, without a batch, integers of 16 bits divided by 32768"
+            )
         if not self.n_frames(len(samples)):
             return samples.new_empty(0, self.n_mels)
         from torchaudio.compliance import kaldi

@@ -197,13 +197,11 @@ class SpeechStream:
             last: Whether the stream ends with them.
 
         Raises:
-            ValueError: If `samples` has another shape.
+            ValueError: If `samples` has another shape, or holds integers.
         """
-        if samples.dim() != 1:
-            raise ValueError(f"samples has shape {tuple(samples.shape)}; expected (k,): one channel, without a batch")
         features = self._filterbanks(samples)
         features = features if self.normalize is None else self.normalize(features)
-        frames = self._front_end(features[None].to(self.model.device), last=last)
+        frames = self._front_end(features[None].to(self.model.device, self.model.dtype), last=last)
         if last and self.model.look_ahead:
             after = torch.zeros(1, self.model.look_ahead, self.model.backbone.d_input, device=self.model.device)
             frames = after if frames is None else torch.cat([frames, after], 1)

@@ -203,5 +203,7 @@ def test_what_can_not_stream_is_refused():
         SpeechStream(recognizer, banks)
     with pytest.raises(ValueError, match="the filterbanks have n_mels=20, but the model n_mels=10"):
         SpeechStream(model("linear"), Filterbanks(8000, n_mels=20))
-    with pytest.raises(ValueError, match=r"samples has shape \(1, 800\); expected \(k,\)"):
-        SpeechStream(model("linear"), banks)(torch.zeros(1, 800))  # would give no phone, without a word
+    for samples in (torch.zeros(1, 800), torch.zeros(800, dtype=torch.int16)):  # would give no phones, or wrong ones
+        with pytest.raises(ValueError, match=r"samples is torch.* of shape .*; expected floats .* of shape \(n,\)"):
+            SpeechStream(model("linear"), banks)(samples)
+    SpeechStream(model("linear"), banks)(torch.zeros(800, dtype=torch.double))

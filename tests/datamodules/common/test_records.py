@@ -29,6 +29,9 @@ def test_a_csv_has_quotes_and_lines_within_them(tmp_path: Path):
 def test_a_first_row_names_columns_in_any_order(tmp_path: Path):
     assert texts(tmp_path / "x.tsv", "label\ttext\ngood\ta\n") == ["header row", ["a", "good"]]
     assert texts(tmp_path / "x.tsv", "source\ttarget\na\tgood\n") == ["header row", ["a", "good"]]
+    assert texts(tmp_path / "x.tsv", "Label\tText\ngood\ta\n") == ["header row", ["a", "good"]]
+    with pytest.raises(ValueError, match=r"x\.csv:1: the columns are category,text, not text,label; give the options"):
+        texts(tmp_path / "x.csv", "category,text\ngood,a\n")
     assert texts(tmp_path / "x.txt", "a\tgood\n") == [["a", "good"]]
     assert texts(tmp_path / "x.jsonl", '{"label": "good", "text": "a"}\n\n[]\n') == [
         *(["a", "good"], "empty", "without two texts")

@@ -1,4 +1,4 @@
-"""Restoring a run from a checkpoint: an error in any part is one line that names the file and the part."""
+"""Restoring a run from a checkpoint: an error in any part is one line that names the file and the reason."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from lit_effattn.checkpoints.folders import Divided
 from lit_effattn.checkpoints.runs import short
 from lit_effattn.checkpoints.shape import wrong
 
-_EXPECTED = (ValueError, OSError, FloatingPointError, MisconfigurationException, torch.OutOfMemoryError)
-"""Errors with messages of their own: those of our checks and of the machine."""
+_OF_MACHINE = (OSError, FloatingPointError, MisconfigurationException, torch.OutOfMemoryError)
+"""Errors that are not the file's, with messages of their own."""
 
 
 class CheckpointConnector(_CheckpointConnector):
@@ -34,47 +34,27 @@ class CheckpointConnector(_CheckpointConnector):
     only before the first one.
     """
 
-    def resume_start(self, checkpoint_path: Any = None, weights_only: bool | None = None) -> None:
-        """Read the file."""
-        with self._restoring("its version", checkpoint_path):
-            super().resume_start(checkpoint_path, weights_only)
+    def _restore_modules_and_callbacks(self, checkpoint_path: Any = None, weights_only: bool | None = None) -> None:
+        """Read the file; restore the model, the data and the callbacks."""
+        with self._restoring(checkpoint_path):
+            super()._restore_modules_and_callbacks(checkpoint_path, weights_only)
 
-    def restore_model(self) -> None:
-        """Restore the weights."""
-        with self._restoring("the model"):
-            super().restore_model()
-
-    def restore_datamodule(self) -> None:
-        """Restore the state of the data module."""
-        with self._restoring("the state of the data"):
-            super().restore_datamodule()
-
-    def restore_callbacks(self) -> None:
-        """Restore the states of the callbacks."""
-        with self._restoring("the state of a callback"):
-            super().restore_callbacks()
-
-    def restore_precision_plugin_state(self) -> None:
-        """Restore the state of mixed precision."""
-        with self._restoring("the precision"):
-            super().restore_precision_plugin_state()
+    def restore_training_state(self) -> None:
+        """Restore the precision, the loops, the optimisers and the schedules."""
+        with self._restoring():
+            super().restore_training_state()
 
     def restore_loops(self) -> None:
         """Restore the counters of the loops."""
-        if not self._loaded_checkpoint:
-            return
-        fits = self.trainer.state.fn == TrainerFn.FITTING
-        with self._restoring("the loops"):
-            if not fits:
-                super().restore_loops()
-            elif self._loaded_checkpoint.get("loops") is None:
-                raise ValueError(_only_a_model("loops"))
-            else:
-                loop: Any = self.trainer.fit_loop
-                counters = {"epoch": 0, "global_step": 0, "loops": {"fit_loop": loop.state_dict()}}
-                check_counters(self._loaded_checkpoint, counters)
-                super().restore_loops()
-                loop._load_combined_loader_states = partial(self._restore_loaders, loop._load_combined_loader_states)
+        if self.trainer.state.fn != TrainerFn.FITTING:
+            return super().restore_loops()
+        if self._loaded_checkpoint.get("loops") is None:
+            raise ValueError(_only_a_model("loops"))
+        loop: Any = self.trainer.fit_loop
+        counters = {"epoch": 0, "global_step": 0, "loops": {"fit_loop": loop.state_dict()}}
+        check_counters(self._loaded_checkpoint, counters)
+        super().restore_loops()
+        loop._load_combined_loader_states = partial(self._restore_loaders, loop._load_combined_loader_states)
 
     def _restore_loaders(self, restore: Callable[[], None]) -> None:
         """Restore the positions of the training data's loaders, which Lightning creates after `restore_loops`.
@@ -83,72 +63,67 @@ class CheckpointConnector(_CheckpointConnector):
         """
         loop = self.trainer.fit_loop
         assert loop._combined_loader is not None
-        with self._restoring("the loaders' state"):
+        with self._restoring():
             n_saved = len(loop._combined_loader_states_to_load)
             n = sum(isinstance(loader, _Stateful) for loader in loop._combined_loader.flattened)
             batches = loop.epoch_loop.batch_progress
             interrupted = batches.current.ready > 0 and not batches.is_last_batch
             if loop.restarting and n_saved != n and (n_saved > 0 or interrupted):
-                raise DamagedError(
-                    f"{short(self._ckpt_path or '')} can't be restored: loops.fit_loop.state_dict.combined_loader has "
-                    f"{n_saved} positions in the training data, which have {n} loaders with one; resume from another "
-                    "checkpoint of the run, or start a new run from its weights with --init_weights in place of "
-                    "--ckpt_path"
+                raise ValueError(
+                    f"loops.fit_loop.state_dict.combined_loader has {n_saved} positions in the training data, which "
+                    f"have {n} loaders with one; resume from another checkpoint of the run, or start a new run from "
+                    "its weights with --init_weights in place of --ckpt_path"
                 )
             restore()
 
     def restore_optimizers(self) -> None:
         """Restore the states of the optimisers."""
-        with self._restoring("the optimizer"):
-            saved, optimizers = self._loaded_checkpoint["optimizer_states"], self.trainer.optimizers
-            _check_number(saved, optimizers, "optimizer_states")
-            scaler = getattr(self.trainer.precision_plugin, "scaler", None)  # of float16, which skips steps at first
-            n_steps = self.trainer.global_step if scaler is None else 0
-            for i, (state, optimizer) in enumerate(zip(saved, optimizers, strict=True)):
-                check_optimizer(state, optimizer, f"optimizer_states[{i}]", n_steps=n_steps)
-            super().restore_optimizers()
+        saved, optimizers = self._loaded_checkpoint["optimizer_states"], self.trainer.optimizers
+        _check_number(saved, optimizers, "optimizer_states")
+        scaler = getattr(self.trainer.precision_plugin, "scaler", None)  # of float16, which skips steps at first
+        n_steps = self.trainer.global_step if scaler is None else 0
+        for i, (state, optimizer) in enumerate(zip(saved, optimizers, strict=True)):
+            check_optimizer(state, optimizer, f"optimizer_states[{i}]", n_steps=n_steps)
+        super().restore_optimizers()
 
     def restore_lr_schedulers(self) -> None:
         """Restore the states of the learning rate schedules."""
-        with self._restoring("the learning rate schedule"):
-            saved, configs = self._loaded_checkpoint["lr_schedulers"], self.trainer.lr_scheduler_configs
-            callbacks: Any = self.trainer.callbacks  # type: ignore[attr-defined]
-            if not configs and any(isinstance(callback, StochasticWeightAveraging) for callback in callbacks):
-                return  # which restores its own schedule
-            _check_number(saved, configs, "lr_schedulers")
-            for i, (state, config) in enumerate(zip(saved, configs, strict=True)):
-                check_schedule(state, config.scheduler, f"lr_schedulers[{i}]")
-            super().restore_lr_schedulers()
+        saved, configs = self._loaded_checkpoint["lr_schedulers"], self.trainer.lr_scheduler_configs
+        callbacks: Any = self.trainer.callbacks  # type: ignore[attr-defined]
+        if not configs and any(isinstance(callback, StochasticWeightAveraging) for callback in callbacks):
+            return  # which restores its own schedule
+        _check_number(saved, configs, "lr_schedulers")
+        for i, (state, config) in enumerate(zip(saved, configs, strict=True)):
+            check_schedule(state, config.scheduler, f"lr_schedulers[{i}]")
+        super().restore_lr_schedulers()
 
     def restore_optimizers_and_schedulers(self) -> None:
         """Restore the states of the optimisers and schedules."""
         for name in ("optimizer_states", "lr_schedulers"):
-            if self._loaded_checkpoint and name not in self._loaded_checkpoint:
-                raise DamagedError(f"{short(self.trainer.ckpt_path or '')} {_only_a_model(name)}")
+            if name not in self._loaded_checkpoint:
+                raise ValueError(_only_a_model(name))
         super().restore_optimizers_and_schedulers()
 
     @contextmanager
-    def _restoring(self, part: str, path: Any = None) -> Iterator[None]:
-        """Turn any error within into a `DamagedError` that names the file, the part and the reason."""
+    def _restoring(self, path: Any = None) -> Iterator[None]:
+        """Turn any error within into a `DamagedError` that names the file and the reason."""
         path = short(path or self._ckpt_path or "the checkpoint")
         try:
             yield
-        except DamagedError:
+        except (DamagedError, *_OF_MACHINE):
             raise
-        except _EXPECTED as error:
-            if isinstance(error, ValueError) and "checkpoint" not in str(error):
-                raise DamagedError(f"{path} can't be restored: {error}") from error
-            raise
+        except ValueError as error:
+            raise DamagedError(f"{path} can't be restored: {error}") from error
         except Exception as error:
             reason = " ".join(str(error).split())[:300]
             raise DamagedError(
-                f"{path} can't be restored: {part} is not as lit-effattn saves it ({type(error).__name__}: {reason})"
+                f"{path} can't be restored: a part is not as lit-effattn saves it ({type(error).__name__}: {reason})"
             ) from error
 
 
 def _only_a_model(name: str) -> str:
     return (
-        f"has no {name}: it holds a model, not a run that can be resumed; start a new run from its weights with "
+        f"it has no {name}: it holds a model, not a run that can be resumed; start a new run from its weights with "
         "--init_weights in place of --ckpt_path"
     )
 

@@ -7,6 +7,7 @@ from typing import Any
 import lightning.pytorch as pl
 import numpy as np
 import torch
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import nn
 
 from lit_effattn.checks import at_least
@@ -24,7 +25,7 @@ class FeatureRedraw(pl.Callback):
         seed: Seed of the draws.
 
     Raises:
-        ValueError: If an argument is out of its range; in `on_fit_start`, if the model has no random features.
+        ValueError: If an argument is out of its range.
     """
 
     def __init__(self, every_n_steps: int = 1000, seed: int = 0) -> None:
@@ -39,11 +40,11 @@ class FeatureRedraw(pl.Callback):
         self._step = 0
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Raise ValueError if the model has no random features."""
+        """Warn if the model has no random features."""
         if not _drawing(pl_module):
-            raise ValueError(
-                f"FeatureRedraw: no module of this {type(pl_module).__name__} has a method `redraw`; leave the "
-                "callback out, or give the model an attention with random features, such as PerformerAttention"
+            rank_zero_warn(
+                f"FeatureRedraw has no effect: no module of this {type(pl_module).__name__} has a method `redraw`, as "
+                "attention with random features has, such as PerformerAttention"
             )
 
     def on_train_batch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import csv
 import io
-import re
 from collections.abc import Mapping, Sequence
 from html import escape
 from typing import Any, NamedTuple
@@ -90,20 +89,8 @@ def show(table: Table) -> None:
     lines: Sequence[Sequence[Any]] = [table.header, *table.rows]
     if len(table.header) > len(lines):
         lines = list(zip(*lines, strict=True))
-    console = get_console()
-    width = max(16, console.width // len(lines[0]) - 3)
     for name in lines[0]:
-        drawn.add_column(Text(_broken(shown(name), width)), overflow="fold")
+        drawn.add_column(Text(shown(name)), overflow="fold")
     for row in lines[1:]:
-        drawn.add_row(*(Text(_broken(shown(value), width)) for value in row))  # Text, since names are not markup
-    console.print(drawn)
-
-
-def _broken(text: str, width: int) -> str:
-    """Return a name in lines of at most `width` characters, which end after dots, slashes, `_`, `,` and `-`."""
-    lines = [""]
-    for part in re.findall(r"[^./_,-]*[./_,-]?", text):
-        if lines[-1] and len(lines[-1]) + len(part) > width:
-            lines.append("")
-        lines[-1] += part
-    return "\n".join(lines) if len(text) > width and " " not in text else text
+        drawn.add_row(*(Text(shown(value)) for value in row))  # Text, since names are not markup
+    get_console().print(drawn)

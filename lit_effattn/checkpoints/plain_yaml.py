@@ -25,17 +25,13 @@ def parse_yaml(text: str) -> Any:
     Raises:
         ValueError: If the text is not YAML, is out of bounds, or has a key twice: see `check_bounds`.
     """
-    _check_length(text)
-    loader = yaml.SafeLoader(text)
     try:
-        node = _compose(loader)
-        return None if node is None else loader.construct_document(node)
+        check_bounds(text)
+        return yaml.safe_load(text)
     except yaml.YAMLError as error:
         raise ValueError(" ".join(str(error).split())) from error
     except OverflowError as error:
         raise OutOfBoundsError("a number is too large") from error
-    finally:
-        loader.dispose()
 
 
 def check_bounds(text: str) -> None:
@@ -47,28 +43,17 @@ def check_bounds(text: str) -> None:
         RepeatedKeyError: If a mapping has a key twice.
         yaml.YAMLError: If it is not YAML.
     """
-    _check_length(text)
-    loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)(text)
-    try:
-        _compose(loader)
-    finally:
-        loader.dispose()
-
-
-def _check_length(text: str) -> None:
     if len(text) > MAX_BYTES:
         raise OutOfBoundsError(f"it has more than {MAX_BYTES:,} characters")
-
-
-def _compose(loader: Any) -> yaml.Node | None:
-    """Return the only document of a loader, whose bounds are checked."""
+    loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)(text)
     try:
         node = loader.get_single_node()
     except RecursionError as error:
         raise OutOfBoundsError("it is nested too deeply") from error
+    finally:
+        loader.dispose()
     if node is not None:
         _check(node, {}, 0)
-    return node
 
 
 def _check(node: Any, sizes: dict[int, int | None], depth: int) -> int:

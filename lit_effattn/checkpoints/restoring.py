@@ -47,7 +47,8 @@ class CheckpointConnector(_CheckpointConnector):
     def restore_loops(self) -> None:
         """Restore the counters of the loops."""
         if self.trainer.state.fn != TrainerFn.FITTING:
-            return super().restore_loops()
+            super().restore_loops()
+            return
         if self._loaded_checkpoint.get("loops") is None:
             raise ValueError(_only_a_model("loops"))
         loop: Any = self.trainer.fit_loop

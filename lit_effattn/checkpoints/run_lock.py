@@ -22,7 +22,6 @@ from lit_effattn.checkpoints.runs import LOCK, short, small_text
 HOLDER = "fit.holder"
 """The file in the folder of a run that describes the process that holds the lock."""
 
-_UNWRITABLE = (errno.EACCES, errno.EPERM, errno.EROFS)
 _WITHOUT_LOCKS = (errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOLCK)
 
 
@@ -60,8 +59,6 @@ class RunLock:
             ) from error
         except (OSError, NotImplementedError) as error:
             number = error.errno if isinstance(error, OSError) else errno.ENOSYS
-            if number in _UNWRITABLE:
-                raise _unwritable(run, os.strerror(number)) from error
             if number not in _WITHOUT_LOCKS:
                 raise
             rank_zero_warn(
@@ -82,10 +79,3 @@ class RunLock:
             with suppress(OSError):
                 self._holder.unlink()
             self._lock.release()
-
-
-def _unwritable(run: Path, reason: str) -> PermissionError:
-    return PermissionError(
-        f"{short(run)} can't be written to ({reason}), so its run can't resume there: copy its folder "
-        "to another place, or begin a new run from its weights with --init_weights"
-    )

@@ -183,11 +183,6 @@ def last_kept(checkpoint: Path, n: int) -> list[Path]:
     return kept[-n:]
 
 
-def deleted_run(path: Path) -> Path | None:
-    """Return the run that `path` is in, if its folder no longer exists; else None."""
-    return next((folder for folder in path.parents if _RUN.fullmatch(folder.name) and not folder.exists()), None)
-
-
 def find_checkpoint(name: str, root: Path, *, option: str = "--ckpt_path") -> Path:
     """Return the checkpoint that `name` names: a path, `last` or `best`, or `model:NAME`, a shipped model.
 

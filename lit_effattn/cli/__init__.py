@@ -136,7 +136,6 @@ def _main(args: list[str] | None) -> None:
         return print(HELP, end="")
     if args[0] == "--version":
         return _print_version(args[1:])
-    _check_unicode(args)
     may_name_modules(" ".join(args))
     if args[0] in LISTS:
         return _list(args[0], args[1:])
@@ -182,28 +181,13 @@ def _main(args: list[str] | None) -> None:
         fail(message)
     except BrokenPipeError:
         raise
-    except OSError as error:
-        fail(explained(error, args[0]) or _message(error))
     # Errors of our checks and of libraries: the message names the cause, a traceback would not help.
-    except (ValueError, FloatingPointError, ModuleNotFoundError, MisconfigurationException) as error:
+    except (OSError, ValueError, FloatingPointError, ModuleNotFoundError, MisconfigurationException) as error:
         fail(_message(error))
 
 
 def _is_stream(args: list[str]) -> bool:
     return args[0] == "predict" and any(arg.partition("=")[0] == "--stream" for arg in args)
-
-
-def _check_unicode(args: list[str]) -> None:
-    """End the process if an argument is not UTF-8: no file of settings could hold it."""
-    for number, arg in enumerate(args, 1):
-        try:
-            arg.encode()
-        except UnicodeEncodeError as error:
-            byte = ord(arg[error.start]) - 0xDC00
-            fail(
-                f"argument {number}, {ascii(arg)[1:-1]}, is not UTF-8: byte {byte:#x} at character {error.start}",
-                code=2,
-            )
 
 
 def _print_version(args: list[str]) -> None:

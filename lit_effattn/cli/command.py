@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import os
 import warnings
-from collections import Counter
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
@@ -16,7 +15,6 @@ import torch
 import yaml
 from jsonargparse import Namespace, set_dumper, set_loader, set_parsing_settings
 from jsonargparse.typing import register_type
-from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.callbacks import LearningRateMonitor
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from lightning.pytorch.strategies import ModelParallelStrategy
@@ -381,16 +379,8 @@ class CLI(LightningCLI):
         kwargs["callbacks"] = [*trainer_callbacks, *self._standard_callbacks(config, quiet, kwargs)]
         try:
             trainer: pl.Trainer = super().instantiate_trainer(**kwargs)
-        except (TypeError, RuntimeError) as error:  # of Lightning's checks
-            message = f"the trainer can't be built: {error}"
-            if "`devices`" in str(error):
-                message = f"--trainer.devices {config.devices}: without a GPU, give a number of CPU processes"
-            if "more than one stateful callback" in str(error):
-                twice = [key for key, n in Counter(c.state_key for c in kwargs["callbacks"]).items() if n > 1]
-                message = (
-                    f"trainer.callbacks has two equal ones, {', '.join(twice)}; remove one, or change its settings"
-                )
-            raise ValueError(message) from error
+        except (TypeError, ValueError, RuntimeError) as error:  # of Lightning's checks
+            raise ValueError(f"the trainer can't be built: {error}") from error
         leave_signals_alone(trainer)
         return trainer
 
@@ -473,12 +463,10 @@ class CLI(LightningCLI):
         """Train. If a new run fails before its first step, its folder is deleted."""
         try:
             self.trainer.fit(**self._with_checkpoint(kwargs))
-        except BaseException as error:
+        except BaseException:
             folder = self._new_folder
             if folder is not None and self.trainer.global_step == 0 and not any(folder.rglob("*.ckpt")):
                 discard(folder)
-            if isinstance(error, MisconfigurationException) and self.config[self.subcommand].trainer.overfit_batches:
-                raise ValueError(str(error).replace("limit_train_batches", "overfit_batches")) from error
             raise
 
     def after_fit(self) -> None:

@@ -2,12 +2,7 @@
 
 from __future__ import annotations
 
-import os
-from pathlib import Path
-
 import torch
-
-from lit_effattn.checkpoints.runs import deleted_run, short
 
 _REMEDIES = {
     **dict.fromkeys(
@@ -26,11 +21,8 @@ _REMEDIES = {
 """Parts of messages that need no traceback, and what to do."""
 
 
-def explained(error: RuntimeError | OSError, command: str) -> str | None:
+def explained(error: RuntimeError, command: str) -> str | None:
     """Return the message for a failure of the machine during `command`; None if `error` is another one."""
-    if isinstance(error, OSError):
-        run = deleted_run(Path(os.fsdecode(error.filename))) if isinstance(error.filename, (str, bytes)) else None
-        return None if run is None else f"the folder of this run, {short(run)}, was deleted while the run wrote to it"
     text = " ".join(str(error).split())
     remedy = next((remedy for part, remedy in _REMEDIES.items() if part in text), None)
     if remedy is None and isinstance(error, torch.OutOfMemoryError):

@@ -15,11 +15,11 @@ from jsonargparse import Namespace
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
 from lit_effattn.attention import SparseAttention
-from lit_effattn.callbacks import FeatureRedraw, MemoryCarry
+from lit_effattn.callbacks import MemoryCarry
 from lit_effattn.checkpoints.trust import find
 from lit_effattn.settings.arguments import Arguments, Settings
 
-_ATTENTION, _CALLBACKS = "model.backbone.attention", "trainer.callbacks"
+_ATTENTION = "model.backbone.attention"
 _OF_EVALUATION = ("eval_mem_len", "eval_clamp_len", "eval_same_length")
 """Options of a `LanguageModel` that concern the memory of its attention."""
 
@@ -79,54 +79,30 @@ def set_strides(config: Namespace, arguments: Arguments, data: Callable[[], Any]
 
 
 def leave_out(config: Namespace, arguments: Arguments) -> None:
-    """Leave out the settings in files that only another attention than the run's uses.
+    """Leave out the options of the evaluation memory that files state for another attention than the run's.
 
-    These are the options of the evaluation memory, and `FeatureRedraw` if no module of the model draws features.
-    Settings from flags are kept, so that a mistake in them is an error.
+    Options from flags are kept, so that a mistake in them is an error.
 
     Args:
         config: The parsed settings of a run, which are changed.
-        arguments: Its flags and files. The settings of a file are for its attention, or else that of the files before.
+        arguments: Its flags and files. The options in a file are for its attention, or else that of the files before.
     """
-    model, flags = config.model.as_dict(), arguments.flags
     kinds: list[str] = []
     stated_for: dict[str, list[str]] = {}
     for file in arguments.files:
         kinds = _kinds(file) or kinds
-        stated_for |= {name: kinds for name in _OF_EVALUATION if file.given(f"model.{name}")}
-        stated_for |= {name: kinds for name in file.classes(_CALLBACKS) if name == FeatureRedraw.__name__}
-    by_flags = {name for name in _OF_EVALUATION if flags.given(f"model.{name}")} | {*flags.classes(_CALLBACKS)}
-    now = {*_kinds(Settings([("model", model)]))}
-    for_another = {
-        name: kinds for name, kinds in stated_for.items() if kinds and not now <= {*kinds} and name not in by_flags
-    }
-    omitted = []
-    for name in for_another.keys() & {*_OF_EVALUATION}:
-        omitted.append(f"{name}={config.model.init_args[name]}")
-        config.model.init_args[name] = None
-    if FeatureRedraw.__name__ in for_another and not _draws(model):
-        omitted.append(FeatureRedraw.__name__)
-        callbacks = _specs(config.trainer.callbacks)
-        config.trainer.callbacks = [callback for callback in callbacks if not _is_a(callback, FeatureRedraw)]
-    if omitted:
-        owners = dict.fromkeys(kind for kinds in for_another.values() for kind in kinds)
-        rank_zero_info(f"left out, being for {', '.join(owners)}: {', '.join(sorted(omitted))}")
+        stated_for |= {name: kinds for name in _OF_EVALUATION if file.text(f"model.{name}") is not None}
+    now = {*_kinds(Settings([("model", config.model.as_dict())]))}
+    for name, owners in stated_for.items():
+        if owners and not now <= {*owners} and not arguments.flags.given(f"model.{name}"):
+            rank_zero_info(f"left out, being for {', '.join(owners)}: {name}={config.model.init_args[name]}")
+            config.model.init_args[name] = None
 
 
 def _kinds(settings: Settings) -> list[str]:
     """Return the bare names of the attention kinds in a model."""
     named = (names for path, names in settings.named() if path.startswith("model.") and path.endswith(".attention"))
     return [name for names in named for name in names]
-
-
-def _draws(settings: Any) -> bool:
-    """Return whether a class in the nested settings draws random features."""
-    if isinstance(settings, list):
-        return any(map(_draws, settings))
-    if not isinstance(settings, dict):
-        return False
-    path = str(settings.get("class_path"))
-    return ("." in path and hasattr(find(path), "redraw")) or any(map(_draws, settings.values()))
 
 
 def _is_a(spec: Namespace, kind: type) -> bool:

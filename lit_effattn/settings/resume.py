@@ -96,7 +96,7 @@ def resolve(arguments: Arguments) -> Resolved:
     requeued = slurm.interrupted_checkpoint(root, arguments.typed) if fits else None
     parent = os.environ.get(CHECKPOINT) if is_child() else None  # None also if torchrun started all processes
     if requeued is not None:
-        checkpoint, content = read_intact(Path(parent or requeued), root, training=True, verify=parent is None)
+        checkpoint, content = read_intact(Path(parent or requeued), training=True, verify=parent is None)
         config = own_config(checkpoint)
         if config is not None:  # it has these arguments, and the files as they were when the run began
             args = [arguments.command, "--config", dump_yaml(config)]
@@ -117,7 +117,7 @@ def resolve(arguments: Arguments) -> Resolved:
     average = None if fits else arguments.stated.text("average")
     averaged = [] if average is None else last_kept(named, _number(average))
     chosen = averaged[-1] if averaged else named
-    checkpoint, content = read_intact(chosen, root, training=fits, verify=parent is None)
+    checkpoint, content = read_intact(chosen, training=fits, verify=parent is None)
     before = f", averaged with {', '.join(path.name for path in averaged[:-1])}" if averaged[:-1] else ""
     rank_zero_info(f"{arguments.command} from {short(checkpoint)}{before}")
     config = own_config(checkpoint)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Sequence
 from functools import partial
 from pathlib import Path
@@ -15,7 +14,6 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from lit_effattn.checkpoints.restoring import CheckpointConnector
 from lit_effattn.checkpoints.runs import named_or_new
 from lit_effattn.datamodules.common.bars import progress_bar
-from lit_effattn.settings.tools import ROOT
 from lit_effattn.tasks.options import made
 
 
@@ -104,10 +102,6 @@ def check_trainer(config: Any, command: str) -> None:
         raise ValueError(
             f"--trainer.gradient_clip_val {config.gradient_clip_val:g} must be at least 0, or null for no clipping"
         )
-    if isinstance(config.devices, str) and not re.fullmatch(r"auto|-?\d+|\d+(, ?\d+)*,?", config.devices):
-        raise ValueError(f"--trainer.devices {config.devices}: give a number of devices, a list of them, or auto")
-    if Path(config.default_root_dir or ROOT).is_file():
-        raise ValueError(f"--trainer.default_root_dir {config.default_root_dir} is a file; name a folder")
 
 
 def announce_if_never_validated(config: Any) -> None:

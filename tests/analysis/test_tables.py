@@ -1,6 +1,4 @@
-import pytest
-
-from lit_effattn.analysis.tables import Spread, Table, comma_separated, markdown, show, shown
+from lit_effattn.analysis.tables import Spread, Table, comma_separated, markdown, shown
 
 
 def test_numbers_for_readers():
@@ -11,16 +9,6 @@ def test_numbers_for_readers():
         (Spread(70000.0, None), "70,000"),
     ):
         assert shown(value) == text
-
-
-def test_names_are_broken_after_dots(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setenv("COLUMNS", "80")
-    name = "model.backbone.attention.feature_map.head_dim_of_queries"
-    show(Table("Settings", ["setting", "one", "two"], [[name, 1, 2], ["x", 1, 2]]))
-    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
-    pieces = [line[0] for line in lines if line and len(line[0]) > 1 and line[0] in name]
-    assert "".join(pieces) == name
-    assert all(piece[-1] in "._" for piece in pieces[:-1])
 
 
 def test_text_of_others_is_no_formula_and_no_html():

@@ -135,8 +135,8 @@ def test_modules_are_found_by_what_they_can_do(tmp_path: Path):
     assert len({*first, *second}) == 4  # twice each, though the second is wrapped
 
 
-def test_models_without_features_and_bad_options_are_refused(tmp_path: Path):
-    with pytest.raises(ValueError, match=r"FeatureRedraw: no module of this Tiny .*leave the callback out"):
+def test_a_model_without_features_is_a_warning_and_bad_options_are_refused(tmp_path: Path):
+    with pytest.warns(UserWarning, match=r"FeatureRedraw has no effect: no module of this Tiny"):
         trainer(tmp_path, [FeatureRedraw()], max_epochs=1).fit(Tiny(), loader(1), loader(1))
     for options, words in (({"every_n_steps": 0}, "every_n_steps=0"), ({"seed": -1}, "seed=-1")):
         with pytest.raises(ValueError, match=words):

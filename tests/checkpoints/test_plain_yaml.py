@@ -22,7 +22,7 @@ def test_out_of_bounds():
         (MERGES, "more than 100,000 nodes"),
         ("a: &a [*a]", "an alias is inside the node that it names"),
         ("[" * (MAX_DEPTH + 2) + "]" * (MAX_DEPTH + 2), "nested more than 100 deep"),
-        ("[" * 100_000, "nested too deeply"),
+        ("[" * 100_000, "nested too deeply|nesting depth"),
         ("a" * (MAX_BYTES + 1), "more than 1,048,576 characters"),
         ("a: 9" + "9" * 5000, "digits"),
         ("a: [", "while parsing a flow node"),

@@ -1,6 +1,5 @@
 """The command on checkpoints that several processes have written."""
 
-import re
 from pathlib import Path
 
 import pytest
@@ -56,9 +55,7 @@ def test_a_damaged_folder_is_named_and_the_one_before_is_resumed(runs: list[Path
     _, parts = runs
     (parts / "last.ckpt" / "part_00001.pt").unlink()
     root = ["--trainer.default_root_dir", "runs/parts"]
-    output = fails(capsys, "test", "--ckpt_path", "last", *root)
-    assert re.search(r"last.ckpt/part_00001.pt is missing; there are ", output)
-    assert "previous.ckpt" in output
+    assert "last.ckpt/part_00001.pt is missing" in fails(capsys, "test", "--ckpt_path", "last", *root)
     with pytest.warns(UserWarning, match=r"part_00001.pt is missing. Training goes on from .*previous.ckpt"):
         main(["fit", "--ckpt_path", "last", "--trainer.max_epochs", "1", *root])
     assert (parts / "last.ckpt").is_file()

@@ -1,6 +1,5 @@
 import os
 import signal
-from pathlib import Path
 
 import pytest
 import torch
@@ -57,17 +56,6 @@ def test_another_process_of_the_run_ended(text: str):
     output = explained(RuntimeError(text), "fit")
     assert output is not None
     assert "another process of this run ended" in output
-
-
-def test_a_run_whose_folder_was_deleted(tmp_path: Path):
-    run = tmp_path / "2026-01-01_00-00-00"
-    missing = run / "csv" / "metrics.csv"
-    for name in (str(missing), os.fsencode(missing)):
-        output = explained(FileNotFoundError(2, "No such file or directory", name), "fit")
-        assert output == f"the folder of this run, {run.name}, was deleted while the run wrote to it"
-    run.mkdir()
-    assert explained(FileNotFoundError(2, "No such file or directory", str(missing)), "fit") is None
-    assert explained(OSError("full"), "fit") is None
 
 
 def test_what_is_no_failure_of_the_machine_keeps_its_traceback():

@@ -109,46 +109,36 @@ def test_a_stride_that_is_stated_stays(flags: list[str], files: list[dict[str, A
     assert sparse.init_args.stride == stride
 
 
-REDRAW = kind("FeatureRedraw")
 FEATURES = {"class_path": "lit_effattn.attention.PerformerAttention"}
 MEMORY = {"class_path": "lit_effattn.attention.TransformerXLAttention"}
 
 
-def stating(attention: Any = None, *, model: dict[str, Any] | None = None, redraw: bool = False) -> dict[str, Any]:
+def stating(attention: Any = None, **model: Any) -> dict[str, Any]:
     backbone = {} if attention is None else {"backbone": {"init_args": {"attention": attention}}}
-    callbacks = [{"class_path": "FeatureRedraw"}] if redraw else []
-    return {"model": {"init_args": {**(model or {}), **backbone}}, "trainer": {"callbacks": callbacks}}
+    return {"model": {"init_args": {**model, **backbone}}}
 
 
 def run(*kinds: str) -> Namespace:
-    made = config([kind(name) for name in kinds], callbacks=[CARRY, REDRAW])
+    made = config([kind(name) for name in kinds], callbacks=None)
     made.model.init_args.update(Namespace(eval_mem_len=9, eval_same_length=True))
     return made
 
 
-def left(config: Namespace) -> tuple[Any, Any, list[str]]:
-    options = config.model.init_args
-    names = [callback.class_path.rpartition(".")[2] for callback in config.trainer.callbacks]
-    return options.eval_mem_len, options.eval_same_length, names
+def left(config: Namespace) -> tuple[Any, Any]:
+    return config.model.init_args.eval_mem_len, config.model.init_args.eval_same_length
 
 
 def test_what_was_for_the_replaced_attention_is_left_out():
     made = run("LinearAttention")
-    leave_out(made, given(files=[stating(MEMORY, model={"eval_mem_len": 9}, redraw=True)]))
-    assert left(made) == (None, True, ["MemoryCarry"])  # eval_same_length is of no file
-
-
-def test_what_modules_with_random_features_need_stays():
-    made = run("SoftmaxAttention", "PerformerAttention")
-    leave_out(made, given(files=[stating(FEATURES, redraw=True)]))
-    assert left(made) == (9, True, ["MemoryCarry", "FeatureRedraw"])
+    leave_out(made, given(files=[stating(MEMORY, eval_mem_len=9)]))
+    assert left(made) == (None, True)  # eval_same_length is of no file
 
 
 @pytest.mark.parametrize(
     ("kinds", "files", "flags"),
     [
-        (["LinearAttention"], [MEMORY], ["--model.eval_mem_len", "9", "--trainer.callbacks+=FeatureRedraw"]),
-        (["LinearAttention"], [MEMORY], ["--model={eval_mem_len: 9}", "--trainer={callbacks: FeatureRedraw}"]),
+        (["LinearAttention"], [MEMORY], ["--model.eval_mem_len", "9"]),
+        (["LinearAttention"], [MEMORY], ["--model={eval_mem_len: 9}"]),
         (["TransformerXLAttention"], [MEMORY], []),
         (["TransformerXLAttention"], [[FEATURES, MEMORY]], []),
         (["LinearAttention"], [None], []),
@@ -159,14 +149,13 @@ def test_what_modules_with_random_features_need_stays():
 def test_settings_that_nobody_replaced_stay(kinds: list[str], files: list[Any], flags: list[str]):
     made = run(*kinds)
     *before, last = files
-    stated = [*map(stating, before), stating(last, model={"eval_mem_len": 9}, redraw=True)]
-    leave_out(made, given(*flags, files=stated))
-    assert left(made) == (9, True, ["MemoryCarry", "FeatureRedraw"])
+    leave_out(made, given(*flags, files=[*map(stating, before), stating(last, eval_mem_len=9)]))
+    assert left(made) == (9, True)
 
 
 def test_what_a_file_says_belongs_to_the_attention_of_the_files_before():
     made = run("LinearAttention")
-    leave_out(made, given(files=[stating(MEMORY), stating(model={"eval_mem_len": 9}), stating(FEATURES)]))
+    leave_out(made, given(files=[stating(MEMORY), stating(eval_mem_len=9), stating(FEATURES)]))
     assert left(made)[0] is None
 
 

@@ -184,6 +184,7 @@ def killed(root: Path, tests: str, marks: str, seconds: int) -> str:
 
 def run(mutants: list[Mutant], marks: str, reach: str, seconds: int) -> Iterator[dict]:
     """Try each mutant in a copy of the repository, and yield what became of it."""
+    os.environ.setdefault("TRITON_INTERPRET", "1")  # Triton asks once, when it is imported
     import lightning.pytorch  # noqa: F401  (once for all children)
     import torch
 

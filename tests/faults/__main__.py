@@ -18,6 +18,7 @@ import argparse
 import os
 import random
 import shutil
+import signal
 import sys
 import tempfile
 import time
@@ -368,6 +369,7 @@ def trials(options: argparse.Namespace, done: list[Outcome]) -> Iterator[tuple[S
 def main(args: list[str]) -> int:
     """Run the harness; return the exit code."""
     options = parse(args)
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job and its children ignore it
     folder = Path(tempfile.mkdtemp(prefix="faults-"))
     begun = time.monotonic()
     outcomes: list[Outcome] = []

@@ -358,6 +358,7 @@ def test_what_they_can_not_take_is_refused():
             ({"k": torch.zeros(2, 1, 4, 16)}, "k has shape (2, 1, 4, 16); with q of (2, 1, 5, 16) it should be (2, 1,"),
             ({"s": torch.zeros(2, 1, 16, 8)}, "s has shape (2, 1, 16, 8)"),
             ({"lengths": torch.tensor([5])}, "lengths has shape (1,)"),
+            ({"z": torch.zeros(2, 1, 16).half()}, "z is torch.float16; sums must be torch.float32 or more: z.float()"),
             ({"z": torch.zeros(2, 1, 16).double()}, "torch.float64 is not one of their types"),
             ({"v": torch.zeros(2, 1, 5, 129), "s": torch.zeros(2, 1, 16, 129)}, "heads of width 129 are wider"),
         )
@@ -369,6 +370,7 @@ def test_what_they_can_not_take_is_refused():
             ({"omega": torch.zeros(2, f, 16)}, f"omega has shape (2, {f}, 16)"),
             ({"m": torch.zeros(2, 1, 3)}, "m has shape (2, 1, 3)"),
             ({"lengths": torch.tensor([5])}, "lengths has shape (1,)"),
+            ({"m": torch.zeros(2, 1, f).bfloat16()}, "m is torch.bfloat16; sums must be"),
             ({"m": torch.zeros(2, 1, f).double()}, "torch.float64 is not one of their types"),
             ({"v": torch.zeros(2, 1, 5, 65), "s": torch.zeros(2, 1, f, 65)}, "heads of width 65 in torch.float32"),
             ({"omega": torch.zeros(1, f, 16).requires_grad_()}, "positive_favor does not compute; pass omega.detach()"),

@@ -20,6 +20,7 @@ from lit_effattn.ops.runtime.operators import (
     Operator,
     address,
     by_position,
+    check_arguments,
     choose_form,
     copied,
     heads,
@@ -259,11 +260,16 @@ def positive_favor(
         `m` after the last position.
 
     Raises:
-        ValueError: If an argument has a wrong shape, the form can't be used, or `omega` requires a gradient. The
-            message names it.
+        ValueError: If an argument has a wrong shape or type, the form can't be used, or `omega` requires a gradient.
+            The message names it.
         NotImplementedError: If the gradient of a kernel is differentiated.
     """
-    _check(q, k, v, omega, s, z, m, lengths)
+    (b, h, n, e), f, d = q.shape, omega.size(1), v.size(-1)
+    arguments = {"k": (k, (b, h, n, e)), "v": (v, (b, h, n, d)), "omega": (omega, (h, f, e))}
+    arguments |= {"s": (s, (b, h, f, d)), "z": (z, (b, h, f)), "m": (m, (b, h, f))}
+    check_arguments(q, {"omega": omega, "s": s, "z": z, "m": m}, **arguments, lengths=(lengths, (b,)))
+    if omega.requires_grad:
+        raise ValueError("omega requires a gradient, which positive_favor does not compute; pass omega.detach()")
     width, obstacle = max(q.size(-1), v.size(-1)), None
     if width > _WIDEST_IN_FULL and torch.float32 in (q.dtype, v.dtype):
         obstacle = (
@@ -279,20 +285,6 @@ def positive_favor(
         log_k = log_k.masked_fill(~valid_positions(lengths, k.size(2))[:, None, :, None], -torch.inf)
     out, s, z, m = causal_favor(log_q, log_k, v.to(s.dtype), s, z, m, chunk_size=chunk_size)
     return out.to(v.dtype), s, z, m
-
-
-def _check(
-    q: Tensor, k: Tensor, v: Tensor, omega: Tensor, s: Tensor, z: Tensor, m: Tensor, lengths: Tensor | None
-) -> None:
-    b, h, n, e = q.shape
-    f, d = omega.size(1), v.size(-1)
-    shapes = {"k": (b, h, n, e), "v": (b, h, n, d), "omega": (h, f, e), "s": (b, h, f, d), "z": (b, h, f)}
-    shapes |= {"m": (b, h, f), "lengths": (b,)}
-    for (name, expected), t in zip(shapes.items(), (k, v, omega, s, z, m, lengths), strict=True):
-        if t is not None and t.shape != expected:
-            raise ValueError(f"{name} has shape {tuple(t.shape)}; with q of {tuple(q.shape)} it should be {expected}")
-    if omega.requires_grad:
-        raise ValueError("omega requires a gradient, which positive_favor does not compute; pass omega.detach()")
 
 
 def causal_favor(

@@ -38,6 +38,7 @@ from lit_effattn.ops.runtime.operators import (
     Heads,
     Operator,
     address,
+    check_arguments,
     choose_form,
     copied,
     heads,
@@ -157,24 +158,17 @@ def _check(
     beta: Tensor | None,
     lengths: Tensor | None,
 ) -> None:
-    b, h, n, d = q.shape
-    width = v.size(-1)
-    shapes: dict[str, list[tuple[int, ...]]] = {
-        "k": [(b, h, n, d)],
-        "v": [(b, h, n, width)],
-        "state": [(b, h, d, width)],
-        "log_decay": [(h,), *((i, h, j) for i in (b, 1) for j in (n, 1)), (b, h, n, d)],
-        "beta": [(b, h, n)],
-        "lengths": [(b,)],
-    }
-    for (name, expected), t in zip(shapes.items(), (k, v, state, log_decay, beta, lengths), strict=True):
-        if t is not None and t.shape not in expected:
-            raise ValueError(
-                f"{name} has shape {tuple(t.shape)}; with q of {tuple(q.shape)} it should be "
-                + " or ".join(map(str, dict.fromkeys(expected)))
-            )
-    if state.dtype not in (torch.float32, torch.float64):
-        raise ValueError(f"state is {state.dtype}; sums must be torch.float32 or more: state.float()")
+    (b, h, n, d), width = q.shape, v.size(-1)
+    check_arguments(
+        q,
+        {"state": state},
+        k=(k, (b, h, n, d)),
+        v=(v, (b, h, n, width)),
+        state=(state, (b, h, d, width)),
+        log_decay=(log_decay, (h,), *((i, h, j) for i in (b, 1) for j in (n, 1)), (b, h, n, d)),
+        beta=(beta, (b, h, n)),
+        lengths=(lengths, (b,)),
+    )
 
 
 # ------------------------------------------------------------------------------------------------ in chunks, in PyTorch

@@ -19,6 +19,7 @@ from lit_effattn.ops.runtime.operators import (
     Operator,
     address,
     by_position,
+    check_arguments,
     choose_form,
     copied,
     default_form,
@@ -99,10 +100,12 @@ def causal_linear_attention(
         The output (B, H, N, D) in v's type, any finite values in padding, and `s` and `z` after the last position.
 
     Raises:
-        ValueError: If an argument has a wrong shape, or the form can't be used. The message names it.
+        ValueError: If an argument has a wrong shape or type, or the form can't be used. The message names it.
         NotImplementedError: If the gradient of a kernel is differentiated.
     """
-    _check(q, k, v, s, z, lengths)
+    (b, h, n, f), d = q.shape, v.size(-1)
+    arguments = {"k": (k, (b, h, n, f)), "v": (v, (b, h, n, d)), "s": (s, (b, h, f, d)), "z": (z, (b, h, f))}
+    check_arguments(q, {"s": s, "z": z}, **arguments, lengths=(lengths, (b,)))
     if form is None and not elu and default_form(q.device) == "triton":
         form = "plain"
     obstacle = None if elu else "they apply the feature map elu + 1 themselves, as elu=True says"
@@ -119,15 +122,6 @@ def causal_linear_attention(
     else:
         out, s, z = _in_chunks(q, k, values, s, z, chunk_size, eps)
     return out.to(v.dtype), s, z
-
-
-def _check(q: Tensor, k: Tensor, v: Tensor, s: Tensor, z: Tensor, lengths: Tensor | None) -> None:
-    b, h, n, f = q.shape
-    d = v.size(-1)
-    shapes = {"k": (b, h, n, f), "v": (b, h, n, d), "s": (b, h, f, d), "z": (b, h, f), "lengths": (b,)}
-    for (name, expected), t in zip(shapes.items(), (k, v, s, z, lengths), strict=True):
-        if t is not None and t.shape != expected:
-            raise ValueError(f"{name} has shape {tuple(t.shape)}; with q of {tuple(q.shape)} it should be {expected}")
 
 
 def _in_chunks(

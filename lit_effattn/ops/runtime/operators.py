@@ -10,7 +10,7 @@ from __future__ import annotations
 import ctypes
 import os
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from functools import cache
 from importlib import import_module
@@ -156,6 +156,28 @@ def _notice(what: str, obstacle: str) -> None:
         f"{KERNELS}=plain in the environment silences this",
         stacklevel=6,
     )
+
+
+def check_arguments(q: Tensor, sums: Mapping[str, Tensor], **arguments: tuple[Any, ...]) -> None:
+    """Check the arguments of an operation on queries `q`, each given by its name.
+
+    Args:
+        q: Queries, for the message.
+        sums: The tensors in whose type is computed.
+        arguments: A tensor or None, and the shapes that it may have.
+
+    Raises:
+        ValueError: If a tensor has another shape, or sums have another type than float32 and float64.
+    """
+    for name, (t, *shapes) in arguments.items():
+        if t is not None and t.shape not in shapes:
+            raise ValueError(
+                f"{name} has shape {tuple(t.shape)}; with q of {tuple(q.shape)} it should be "
+                + " or ".join(map(str, dict.fromkeys(shapes)))
+            )
+    for name, t in sums.items():
+        if t.dtype not in (torch.float32, torch.float64):
+            raise ValueError(f"{name} is {t.dtype}; sums must be torch.float32 or more: {name}.float()")
 
 
 def by_position(like: Tensor, dtype: torch.dtype | None = None) -> Tensor:

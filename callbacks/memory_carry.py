@@ -50,10 +50,12 @@ class MemoryCarry(pl.Callback):
         """Check that the model can carry a memory.
 
         Raises:
-            ValueError: If it can't, or its state grows without bound.
+            ValueError: If it can't, if its state grows without bound, or if there is another `MemoryCarry`.
         """
         if not hasattr(pl_module, "active_backbone"):
             raise ValueError(f"MemoryCarry: {type(pl_module).__name__} carries no memory between batches; leave it out")
+        if sum(isinstance(callback, MemoryCarry) for callback in trainer.callbacks) > 1:  # type: ignore[attr-defined]
+            raise ValueError("trainer.callbacks has two MemoryCarry with other options; give the whole list, with one")
         if stage == "fit" and self.training:
             _check_bounded(pl_module.backbone)  # type: ignore[arg-type]
         if self.evaluation:

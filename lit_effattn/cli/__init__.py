@@ -135,7 +135,9 @@ def _main(args: list[str] | None) -> None:
     if args[0] in ("-h", "--help"):
         return print(HELP, end="")
     if args[0] == "--version":
-        return _print_version(args[1:])
+        from importlib.metadata import version
+
+        return print(f"lit-effattn {version('lit-effattn')}")
     may_name_modules(" ".join(args))
     if args[0] in LISTS:
         return _list(args[0], args[1:])
@@ -188,15 +190,6 @@ def _main(args: list[str] | None) -> None:
 
 def _is_stream(args: list[str]) -> bool:
     return args[0] == "predict" and any(arg.partition("=")[0] == "--stream" for arg in args)
-
-
-def _print_version(args: list[str]) -> None:
-    """Print the version."""
-    if args:
-        fail(f"--version takes no other option, but was given {' '.join(args)}", code=2)
-    from importlib.metadata import version
-
-    print(f"lit-effattn {version('lit-effattn')}")
 
 
 def _list(command: str, names: list[str]) -> None:

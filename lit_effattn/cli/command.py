@@ -297,6 +297,9 @@ class CLI(LightningCLI):
             config.data = None
         if self.resolved.data_fixes:
             self._check_fixed()
+        for name in ("callbacks", "logger", "plugins"):  # those that a flag appends again are in a resumed run's list
+            if isinstance(given := config.trainer.get(name), list):
+                config.trainer[name] = [item for i, item in enumerate(given) if item not in given[:i]]
         self._derive(config)
         self._read_checkpoints_safely(config.trainer.get("strategy"))
         self._find_weights(config)
@@ -470,17 +473,10 @@ class CLI(LightningCLI):
             raise
 
     def after_fit(self) -> None:
-        """Print the best value of the monitored metric and its checkpoint, or that there is none."""
+        """Print the best value of the monitored metric and its checkpoint, if there is one."""
         best = next((c for c in self.trainer.checkpoint_callbacks if isinstance(c, callbacks.BestCheckpoint)), None)
-        if best is None:
-            return
-        now = self.trainer.callback_metrics.get(str(best.monitor))
-        if best.best_model_path and best.best_model_score is not None:
+        if best is not None and best.best_model_path and best.best_model_score is not None:
             rank_zero_info(f"{best.monitor} {best.best_model_score:.4f} is the best, in {short(best.best_model_path)}")
-        elif now is not None and torch.isfinite(now):  # restored from a checkpoint of another run
-            rank_zero_info("There was no validation in this run, so there is no best.ckpt")
-        elif now is not None:
-            rank_zero_info(f"{best.monitor} was never finite: there is no best.ckpt")
 
     def _with_checkpoint(self, given: dict[str, Any]) -> dict[str, Any]:
         return {**given, "ckpt_path": self.config[self.subcommand].ckpt_path}

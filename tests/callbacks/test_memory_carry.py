@@ -284,6 +284,9 @@ def test_what_has_no_memory_is_refused(tmp_path):
     pixels = PixelModel(Transformer(8, 2, 1), (2, 2, 1), 4)
     with pytest.raises(ValueError, match="PixelModel carries no memory"):
         trainer(tmp_path, [MemoryCarry()], max_epochs=1).fit(pixels, DataLoader(torch.zeros(2, 4)))
+    two = [MemoryCarry(), MemoryCarry(evaluation=False)]
+    with pytest.raises(ValueError, match="two MemoryCarry"):  # each validation would empty the training's memory
+        trainer(tmp_path, two, max_epochs=1).fit(model(), loader(1))
     with pytest.raises(ValueError, match="training=False and evaluation=False"):
         MemoryCarry(training=False, evaluation=False)
 

@@ -250,19 +250,19 @@ def _prompt(options: TextOptions) -> str:
         raise ValueError(f"--prompt_file {path} is not UTF-8: {error.reason} at byte {error.start}") from error
 
 
-def check_known(tokenizer: Tokenizer, prompt: str) -> None:
+def check_known(tokenizer: Tokenizer, text: str) -> None:
     """Reject characters that were not in the training text, and warn of words and letters that are read as another.
 
     Raises:
-        ValueError: If a token is a character, and the prompt has an unknown one: its embedding is not trained.
+        ValueError: If a token is a character, and the text has an unknown one: its embedding is not trained.
     """
-    unknown = tokenizer.unknown(prompt)
+    unknown = tokenizer.unknown(text)
     if not unknown or isinstance(tokenizer, NumberTokenizer):  # it has no <unk>, and encoding raises
         return
     shown = ", ".join(map(repr, unknown[:5])) + (f" and {len(unknown) - 5} more" if len(unknown) > 5 else "")
     if tokenizer.unit == "character":
-        raise ValueError(f"the prompt has {shown}, which the model's training text does not contain; leave it out")
-    rank_zero_warn(f"the prompt has {shown}, read as {tokenizer.replaces[1]}: not in the model's vocabulary")
+        raise ValueError(f"the text has {shown}, which the model's training text does not contain; leave it out")
+    rank_zero_warn(f"the text has {shown}, read as {tokenizer.replaces[1]}: not in the model's vocabulary")
 
 
 def _room(task: Any, n: int, kept: Kept | None = None) -> int | None:

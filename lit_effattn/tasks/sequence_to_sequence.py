@@ -9,6 +9,7 @@ import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from torch import Tensor, nn
 
+from lit_effattn.attention.positions import n_positions
 from lit_effattn.checks import at_least, one_of, probabilities
 from lit_effattn.datamodules.common.tokens import IGNORE, PairBatch
 from lit_effattn.datamodules.text.tokenizers import NumberTokenizer, Tokenizer
@@ -21,7 +22,7 @@ from lit_effattn.tasks.base import Objective, Task, check_fields, check_targets,
 from lit_effattn.tasks.metrics import Count, ErrorRate, ExactMatch, Perplexity, for_stages
 from lit_effattn.tasks.options import TargetOptions
 from lit_effattn.tasks.predictions import PICTURES, Translation, write_translations
-from lit_effattn.tasks.samples import write_targets
+from lit_effattn.tasks.samples import check_known, write_targets
 from lit_effattn.tasks.text_metrics import Bleu, Chrf
 
 DecodedMetric = Literal["bleu", "chrf", "error_rate", "exact_match"]
@@ -231,7 +232,8 @@ class SequenceToSequence(Task):
     ) -> Hypotheses:
         """Search for the likeliest targets of source tokens (B, S): see `beam.beam_search`.
 
-        A target has at most 50 tokens more than its source, the end token included, and at most `max_output_len`.
+        A target has at most 50 tokens more than its source, the end token included, at most `max_output_len`, and at
+        most as many as the decoder has positions.
 
         Args:
             source: (B, S) tokens, the end token included.
@@ -245,7 +247,8 @@ class SequenceToSequence(Task):
         """
         source_lengths = valid_lengths(source_lengths, source)
         limits = source_lengths + EXTRA_LEN
-        limits = limits if self.max_output_len is None else limits.clamp(max=self.max_output_len)
+        for most in (self.max_output_len, n_positions(self.backbone.decoder)):
+            limits = limits if most is None else limits.clamp(max=most)
         return beam_search(
             self.backbone,
             self._embed_target,
@@ -324,12 +327,10 @@ class SequenceToSequence(Task):
         """Return a source text's tokens, the end token last: (S,).
 
         Raises:
-            ValueError: If the text has no token, or one that the model's training texts do not contain.
+            ValueError: If the text has no token, or a character that the model's training texts do not contain.
         """
         tokenizer = self.source_text
-        if unknown := tokenizer.unknown(text):
-            shown = ", ".join(map(repr, unknown[:5]))
-            raise ValueError(f"the source {text!r} has {shown}, which the model's training texts do not contain")
+        check_known(tokenizer, text)
         tokens = [int(token) for token in tokenizer.encode(text)]
         if not tokens:
             raise ValueError(f"the source {text!r} has no tokens; give a text")

@@ -352,7 +352,7 @@ def test_scores_of_documents_tokens_of_masks_and_classes_of_proteins(
         assert [float(p) for _, p in pairs] == sorted((float(p) for _, p in pairs), reverse=True)
         for letter, p in pairs:
             assert float(p) == pytest.approx(float(expected[place, letters.index(letter.strip("'"))]), abs=1e-4)
-    with pytest.warns(UserWarning, match=r"the prompt has '\*', read as X"):
+    with pytest.warns(UserWarning, match=r"the text has '\*', read as X"):
         main(["generate", "--ckpt_path", "last", "--fill", "*[MASK]"])
     assert "has no [MASK]" in fails(capsys, "generate", "--ckpt_path", "last", "--fill", "MKLV")
     assert "--fill is missing" in fails(capsys, "generate", "--ckpt_path", "last")

@@ -18,6 +18,7 @@ from lit_effattn.attention import (
     SoftmaxAttention,
     SoftmaxCrossAttention,
 )
+from lit_effattn.attention.positions import LearnedPositions
 from lit_effattn.datamodules.common.tokens import IGNORE, PairBatch
 from lit_effattn.datamodules.text.tokenizers import CharacterTokenizer, WordTokenizer
 from lit_effattn.generation import Kept
@@ -191,6 +192,8 @@ def test_an_output_has_at_most_50_tokens_more_than_its_source_and_as_many_as_the
         made.head.proj.bias[PHONES.start] = -1e9
     found = made.search(given.source, given.source_lengths, beam=2)
     assert found.lengths[:, 0].tolist() == [54, 52, 53]  # sources have 5, 2 and 3 tokens
+    made.backbone.decoder.positions = LearnedPositions(8, max_len=53).double()
+    assert made.search(given.source, given.source_lengths, beam=2).lengths[:, 0].tolist() == [53, 52, 53]
 
 
 def answers(*texts: str) -> Any:
@@ -244,7 +247,7 @@ def test_without_tokenizers_texts_are_numbers(monkeypatch: pytest.MonkeyPatch, t
     assert float(metrics["error_rate"].compute()) == pytest.approx(2 / 4)
     assert [t.entry["outputs"][0]["text"] for t in made.predict_step(given, 1)] == ["0 1", "2 1", ""]
     assert made.encode("3 0").tolist() == [3, 0, 5]
-    with pytest.raises(ValueError, match="'5', 'x', which"):
+    with pytest.raises(ValueError, match="the text has '5', where a token's number is expected"):
         made.encode("0 5 x")
 
 
@@ -323,7 +326,7 @@ def test_scores_are_averages_if_that_is_wanted():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"source": "axz"}, "'x', 'z', which the model's training texts do not contain"),
+        ({"source": "axz"}, "'x', 'z', which the model's training text does not contain"),
         ({"source": ""}, "has no tokens"),
     ],
     ids=["unknown", "empty"],
@@ -331,6 +334,11 @@ def test_scores_are_averages_if_that_is_wanted():
 def test_unreadable_sources_are_rejected(options: dict[str, Any], message: str, tmp_path: Path):
     with pytest.raises(ValueError, match=message):
         model().write_samples(lambda: tmp_path, TargetOptions(**options))
+
+
+def test_unknown_words_of_a_source_are_named():
+    with pytest.warns(UserWarning, match="the text has 'x', read as <unk>"):
+        assert model(source_tokenizer=PHONES.to_json()).encode("B x").tolist() == [1, 3, 4]
 
 
 def test_predictions_are_in_the_order_of_the_file(tmp_path: Path):

@@ -72,8 +72,9 @@ class TextStream(DataModule):
             document; its splits train, validation and test, or every 20th row of train. prepared: a folder that
             `lit-effattn data prepare` made of a text of any size; it has its own tokenizer and splits.
         tokens: bytes: the 256 bytes. characters: those of the training text. words: separated by white space, with
-            `<eos>` for line ends. bpe: byte-pair encoding, learnt from the training text. Characters and words that are
-            not in the training text are `<unk>`. Default: bytes; for text8 characters, for wikitext103 words.
+            `<eos>` for line ends. bpe: byte-pair encoding, learnt from the training text. amino_acids: the one-letter
+            code of proteins. Characters and words that are not in the training text are `<unk>`, letters that are no
+            amino acid X. Default: bytes; for text8 characters, for wikitext103 words.
         segment_len: N in training.
         eval_segment_len: N in validation, test and prediction; default: `segment_len`.
         batch_size: B in training: streams of each process.
@@ -158,7 +159,6 @@ class TextStream(DataModule):
         self._vocab_size = vocab_size
         self._options: dict[str, Any] = options | {
             "root": root or _SOURCES[source].root,
-            "glob": glob,
             "column": column or "text",
         }
 
@@ -329,7 +329,7 @@ def check_tokenizer_of(checkpoint: str | Path | None, tokens: str | None, vocab_
     if checkpoint is not None and (tokens, vocab_size) != (None, None):
         raise ValueError(
             f"tokenizer_of={str(checkpoint)!r} brings its vocabulary; leave out tokens={tokens!r} and "
-            f"vocab_size={vocab_size}"
+            f"vocab_size={vocab_size}, or set them to null"
         )
 
 

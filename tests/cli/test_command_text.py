@@ -339,6 +339,9 @@ def test_a_checkpoint_of_another_vocabulary_is_refused(capsys: pytest.CaptureFix
         assert len(re.findall(r"characters, a vocabulary of 33", output)) == 2
     output = fails(capsys, "test", "--ckpt_path", "last", "--data.tokens", "bytes")
     assert "tokenizer differ: characters, a vocabulary of 33, and bytes, a vocabulary of 257;" in output
+    assert "or for another text --data.tokenizer_of CHECKPOINT --data.tokens null" in output
+    own = ["--data.tokenizer_of", str(run / "checkpoints" / "last.ckpt"), "--data.tokens", "null"]
+    main(["test", "--ckpt_path", "last", "--data.root", "others", *own])
     assert (run / "checkpoints" / "last.ckpt").read_bytes() == last_bytes
 
 

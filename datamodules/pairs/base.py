@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch.utils.data import Dataset
 
 from lit_effattn.checks import at_least
@@ -15,6 +15,9 @@ from lit_effattn.datamodules.common.length_batches import LengthBatches
 from lit_effattn.datamodules.common.sampling import processes
 from lit_effattn.datamodules.common.splits import PURPOSES, SPLITS_OF
 from lit_effattn.datamodules.pairs.sources import source_lines
+from lit_effattn.datamodules.text.tokenizers import Tokenizer
+
+_NAMED = 10  # unknown words or characters in a warning
 
 
 class Items(Dataset[Any]):
@@ -106,6 +109,17 @@ class LengthBatched(DataModule):
     @abstractmethod
     def _items(self, split: str) -> Items:
         """Return the items of a split; for "test", the user's own texts if there are any."""
+
+    def _warn_of_unknown(self, tokenizer: Tokenizer) -> None:
+        """Warn of words, characters or letters of the user's own texts that the model reads as another."""
+        per_line = [tokenizer.unknown(line) for line in self._lines]
+        if unknown := list(dict.fromkeys(unit for line in per_line for unit in line)):
+            more = f" and {len(unknown) - _NAMED:,} more" if len(unknown) > _NAMED else ""
+            n, name = sum(map(bool, per_line)), self.source_file or "sources"
+            rank_zero_warn(
+                f"{name}: {n:,} of {len(per_line):,} lines have {tokenizer.replaces[0]} that the model's vocabulary "
+                f"lacks, which it reads as {tokenizer.replaces[1]}: {', '.join(map(repr, unknown[:_NAMED]))}{more}"
+            )
 
     def _batches(self, split: str, training: bool) -> tuple[Items, LengthBatches]:
         items = self._items(split)

@@ -224,6 +224,8 @@ class LabelledTexts(LengthBatched):
 
     def _items(self, split: str) -> "LabelledBytes":
         if self._reads_own_texts:
+            if self._tokenizer is not None:
+                self._warn_of_unknown(self._tokenizer)
             texts = self._split([line.encode() for line in self._lines], None)
             if texts.n_cut:
                 rank_zero_warn(f"{texts.n_cut:,} of {len(self._lines):,} texts are cut to max_len={self.max_len}")

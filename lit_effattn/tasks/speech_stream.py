@@ -201,7 +201,7 @@ class SpeechStream:
         """
         features = self._filterbanks(samples)
         features = features if self.normalize is None else self.normalize(features)
-        frames = self._front_end(features[None].to(self.model.device, self.model.dtype), last=last)
+        frames = self._front_end(features[None].to(self.model.output.weight), last=last)
         if last and self.model.look_ahead:
             after = torch.zeros(1, self.model.look_ahead, self.model.backbone.d_input, device=self.model.device)
             frames = after if frames is None else torch.cat([frames, after], 1)

@@ -83,6 +83,7 @@ def test_a_lexicon_in_cmudicts_format(tmp_path: Path):
     assert lexicon.phones == spaced("AH D ER HH IH IY L OW R T W Z")
     assert lexicon.words('Hello, "world"! \'tis — read.') == ["HELLO", "WORLD", "'TIS", "READ"]
     assert lexicon.words("«¿Don’t» „E\u0301tat“") == ["DON'T", "ÉTAT"]
+    assert lexicon.words("(so far) [Noise] (laughter).") == ["SO", "FAR", "[NOISE]", "(LAUGHTER)."]
     assert lexicon.pronounce(["HELLO", "WORLD"]) == spaced("HH AH L OW W ER L D")
     assert lexicon.pronounce(["READ"]) == ("R", "IY", "D")
     assert "HELLO(1)" not in lexicon

@@ -93,7 +93,9 @@ def resolve(arguments: Arguments) -> Resolved:
     folder = None if root == stated_root(arguments) else root
     args = arguments.for_parser(root=folder)
     name = arguments.stated.text("ckpt_path")
-    requeued = slurm.interrupted_checkpoint(root, arguments.typed) if fits else None
+    run = None if name is None or arguments.stated.given("trainer.default_root_dir") else run_of(Path(name))
+    # A run that began from the file of another run is beside that one.
+    requeued = slurm.interrupted_checkpoint(run.parent if run else root, arguments.typed) if fits else None
     parent = os.environ.get(CHECKPOINT) if is_child() else None  # None also if torchrun started all processes
     if requeued is not None:
         checkpoint, content = read_intact(Path(parent or requeued), training=True, verify=parent is None)

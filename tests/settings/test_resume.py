@@ -9,6 +9,7 @@ import yaml
 from lightning.pytorch.callbacks import EarlyStopping
 
 from lit_effattn.checkpoints.own_runs import marked
+from lit_effattn.checkpoints.slurm import record_job
 from lit_effattn.settings.arguments import Arguments
 from lit_effattn.settings.resume import CHECKPOINT, check_kept_settings, resolve
 from tests.support.checkpoint_parts import divide
@@ -83,3 +84,20 @@ def test_each_process_of_torchrun_verifies_the_parts_and_a_child_uses_its_parent
     Path("whole.yaml").write_text("transfer_from: null")  # as in the configuration of a run
     found = resolve(Arguments(["fit", "--ckpt_path", "last", "--config", "whole.yaml"])).checkpoint
     assert found == folder / ("last.ckpt" if parent else "previous.ckpt")
+
+
+def test_a_restarted_job_finds_its_run_beside_the_one_that_it_began_from(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
+    first, own = (Path("there", f"2026-01-0{day}_00-00-00", "checkpoints", "last.ckpt") for day in (1, 2))
+    for path in (first, own):
+        path.parent.mkdir(parents=True)
+        path.write_bytes(checkpoint("pixels").read_bytes())
+    kept = first.rename(first.with_name("best.ckpt"))
+    args = ["fit", "--ckpt_path", str(kept)]
+    record_job(own.parent.parent, args)
+    resolved = resolve(Arguments(args))
+    assert (resolved.checkpoint, resolved.requeued) == (own.resolve(), True)

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from lit_effattn.datamodules.common.files import open_utf8, text_encoding
 from lit_effattn.datamodules.common.json_data import parse_json
+from lit_effattn.datamodules.common.records import field as value_of
 
 LINES = (".jsonl",)
 FASTA = (".fasta", ".fa", ".faa")
@@ -25,7 +26,7 @@ def records(
 
     Args:
         path: The file. It may be compressed with gzip, or begin with a byte-order mark.
-        field: Name of the text in JSON lines.
+        field: Name of the text in JSON lines: see `common.records.field`.
         start: Yield the documents that begin at this offset or later,
         stop: and before this one.
         read: Called with each line.
@@ -79,8 +80,7 @@ def divisible(path: Path) -> bool:
 
 def _text(line: bytes, field: str, path: Path, offset: int) -> bytes:
     try:
-        content = parse_json(line)
-        text = content.get(field) if isinstance(content, dict) else None
+        text = value_of(parse_json(line), field)
         if not isinstance(text, str):
             raise ValueError(f"its field {field!r} must be a text")
         return text.encode()

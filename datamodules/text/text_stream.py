@@ -94,7 +94,8 @@ class TextStream(DataModule):
             .fa, .faa, the last four also with .gz. Others, hidden files and empty ones are left out, counted and named.
         path: huggingface: name or folder of the data set; required.
         subset: huggingface: configuration of the data set, if it has several.
-        column: huggingface: column of the text; files: name of the text in a .jsonl; default: text.
+        column: huggingface: column of the text; files: name of the text in a .jsonl; default: text. `review.body` is
+            the field body in the field review.
         max_bytes: stdlib, enwik8, text8: maximum number of bytes of text to use.
         tokenizer_of: A checkpoint of a language model, whose tokenizer is used, in place of `tokens` and `vocab_size`:
             to fine-tune or test that model on another text. A pretrained tokenizer encodes each document as a whole.

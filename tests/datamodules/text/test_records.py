@@ -62,14 +62,14 @@ def test_subfolders_are_the_splits_of_both(tmp_path: Path, suffix: str):
     for split, part in (("train", TEXTS[:30]), ("val", TEXTS[30:35]), ("test", TEXTS[35:])):
         (tmp_path / "in" / split).mkdir(parents=True)
         text = (
-            "".join(json.dumps({"seq": t}) + "\n" for t in part)
+            "".join(json.dumps({"of": {"seq": t}}) + "\n" for t in part)
             if "json" in suffix
             else fasta(part, HEADERS[: len(part)])
         )
         path = tmp_path / "in" / split / f"a{suffix}"
         path.write_bytes(gzip.compress(text.encode()) if suffix.endswith(".gz") else text.encode())
-    prepare(tmp_path / "in", tmp_path / "out", tokens="amino_acids", field="seq")
-    column = {"column": "seq"} if "json" in suffix else {}
+    prepare(tmp_path / "in", tmp_path / "out", tokens="amino_acids", field="of.seq")
+    column = {"column": "of.seq"} if "json" in suffix else {}
     for store in (TokenStore(tmp_path / "out"), stream(tmp_path / "in", tmp_path, **column)._store):
         assert documents(store, "train") == TEXTS[:30]
         assert documents(store, "val") == TEXTS[30:35]

@@ -52,11 +52,12 @@ class LSHAttention(Attention):
     positions in i's bucket, div C. Splitting a stream then changes nothing.
 
     Time O(R N (C + n_buckets C² / N) (C + D)) for R rounds. Memory is the same, but on the CPU only
-    O(N D + R (N + n_buckets C)) plus that of a few chunks. Both are linear in N if R, C and n_buckets are fixed, but a
-    query then sees a smaller share of the keys as N grows. State: all shared vectors and values. A single position
-    reads only the at most 2 R C positions that it sees. Hashes, scores and sums are computed in float32 at least,
-    regardless of autocast. The first positions of a stream see one other or none, so their outputs may not depend on
-    their queries.
+    O(N D + R (N + n_buckets C)) plus that of a few chunks. Hashing takes time O(R N n_buckets D) and memory
+    O(R N n_buckets) besides. All are linear in N if R, C and n_buckets are fixed, but a query then sees a smaller share
+    of the keys as N grows; with n_buckets = N / C hashing is O(N²). State: all shared vectors and values. A single
+    position reads only the at most 2 R C positions that it sees. Hashes, scores and sums are computed in float32 at
+    least, regardless of autocast. The first positions of a stream see one other or none, so their outputs may not
+    depend on their queries.
 
     The rotations R_r are a buffer, drawn for each round and head from torch's random generator. `redraw` draws new
     ones, for example by the callback `FeatureRedraw`. Old hashes are invalid under new rotations: a row whose state is

@@ -45,8 +45,9 @@ def hash_buckets(x: Tensor, rotations: Tensor) -> Tensor:
     b, h, n, _ = x.shape
     if rotations.size(-1) == 0:
         return torch.zeros(b, h, rotations.size(0), n, dtype=torch.long, device=x.device)
-    turned = torch.einsum("bhnd,rhdf->bhrnf", x.detach(), rotations)
-    return torch.cat([turned, -turned], -1).argmax(-1)
+    turned = torch.einsum("bhnd,rhdf->bhrnf", x.detach(), rotations)  # not [x R; −x R], which is twice as large
+    (largest, first), (least, last) = turned.max(-1), turned.min(-1)
+    return torch.where(largest >= -least, first, turned.size(-1) + last)
 
 
 def sorted_chunks(buckets: Tensor, n_buckets: int, chunk_size: int) -> Chunks:

@@ -223,11 +223,11 @@ def read_intact(checkpoint: Path, *, training: bool, verify: bool) -> tuple[Path
         content = read_outline(checkpoint, verify=verify)
     except DamagedError as error:
         if not training or checkpoint.name != LAST or not is_checkpoint(previous):
-            raise
+            raise DamagedError(f"{error}; name another checkpoint") from error
         try:
             content = read_outline(previous, verify=True)
         except DamagedError:
-            raise error from None
+            raise DamagedError(f"{error}, and so is {PREVIOUS}; name another checkpoint") from error
         checkpoint, damaged = previous, f"{error}. "
     last = checkpoint.with_name(LAST)
     if training and checkpoint == previous and (damaged or not last.exists()):

@@ -1,10 +1,11 @@
-"""Restoring a run from a checkpoint: an error in any part is one line that names the file and the reason."""
+"""Restoring a run from a checkpoint: an error in any part is one line that names the file and the part."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from traceback import extract_tb
 from typing import Any
 
 import torch
@@ -107,7 +108,7 @@ class CheckpointConnector(_CheckpointConnector):
 
     @contextmanager
     def _restoring(self, path: Any = None) -> Iterator[None]:
-        """Turn any error within into a `DamagedError` that names the file and the reason."""
+        """Turn any error within into a `DamagedError` that names the file, and the part or what is wrong with it."""
         path = short(path or self._ckpt_path or "the checkpoint")
         try:
             yield
@@ -116,9 +117,11 @@ class CheckpointConnector(_CheckpointConnector):
         except ValueError as error:
             raise DamagedError(f"{path} can't be restored: {error}") from error
         except Exception as error:
-            reason = " ".join(str(error).split())[:300]
+            reason = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+            names = [frame.name for frame in extract_tb(error.__traceback__) if frame.name.startswith("restore_")]
+            part = names[-1].removeprefix("restore_").replace("_", " ") if names else "version"
             raise DamagedError(
-                f"{path} can't be restored: a part is not as lit-effattn saves it ({type(error).__name__}: {reason})"
+                f"{path} can't be restored: its part {part} is not as lit-effattn saves it ({reason})"
             ) from error
 
 

@@ -72,13 +72,24 @@ def fault(arguments: Arguments, known: Collection[str], run: Mapping[str, Any] |
         elif name in roots:
             _add(node, name, _ROOTS.get(name) or hints.get(name), wrong, missing)
         elif name in arguments.flags.options or name not in SECTIONS:  # a file serves all commands
-            wrong.append(_no_option(".".join([name, *_first(arguments.flags.options.get(name, node))]), known))
+            path = ".".join([name, *_first(arguments.flags.options.get(name, node))])
+            other = None if _meant(path, known).endswith(f".{path}") else _command_with(name)
+            wrong.append(
+                f"there is no option --{path} here: it is one of {other}" if other else _no_option(path, known)
+            )
     if arguments.command == "fit" and not {"model", "data"} <= stated.keys():
         missing.append(
             "fit needs a model and data: give --config with a shipped configuration, such as digits_linear, or a file "
             "of your own; or --model and --data"
         )
     return next(iter([*wrong, *missing]), None)
+
+
+def _command_with(name: str) -> str | None:
+    """Return a command that has this option or these options; None if there is none."""
+    if name in {*SECTIONS, "name", "ckpt_path"}:
+        return "fit"
+    return "test" if name == "average" else "generate" if name in flags() else "data" if name == "output" else None
 
 
 def _first(node: Settings) -> Iterator[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Sequence
 from functools import partial
 from pathlib import Path
@@ -102,6 +103,8 @@ def check_trainer(config: Any, command: str) -> None:
         raise ValueError(
             f"--trainer.gradient_clip_val {config.gradient_clip_val:g} must be at least 0, or null for no clipping"
         )
+    if isinstance(config.devices, str) and not re.fullmatch(r"auto|-?\d+|\d+(, ?\d+)*,?", config.devices):
+        raise ValueError(f"--trainer.devices {config.devices}: give a number of devices, a list of them, or auto")
 
 
 def announce_if_never_validated(config: Any) -> None:

@@ -198,7 +198,7 @@ REFUSED: list[tuple[str, tuple[Any, ...], Any, str]] = [
     ("pixels", ("random_states", 0, "numpy", 2), "a number", "random states of the checkpoint can't be restored"),
     ("pixels", ("state_dict",), "text", "state_dict is the text 'x', not a mapping"),
     ("pixels", ("state_dict", "embedding.weight"), "None", "state_dict['embedding.weight'] is None, not a tensor"),
-    ("pixels", ("callbacks",), "a number", "it.ckpt can't be restored: a part is not as lit-effattn"),
+    ("pixels", ("callbacks",), "a number", "it.ckpt can't be restored: its part callbacks is not as lit-effattn"),
     (
         "pixels",
         ("optimizer_states", 0, "state"),

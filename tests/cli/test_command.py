@@ -553,9 +553,8 @@ def test_training_goes_on_from_the_one_before_a_damaged_one(capsys: pytest.Captu
     folder = run / "checkpoints"
     before = torch.load(folder / "previous.ckpt", weights_only=True)
     damage(folder / "last.ckpt")
-    assert "last.ckpt is damaged: the checksum of the whole file is wrong" in fails(
-        capsys, "test", "--ckpt_path", "last"
-    )
+    damaged = "last.ckpt is damaged: the checksum of the whole file is wrong"
+    assert f"{damaged}; name another checkpoint" in fails(capsys, "test", "--ckpt_path", "last")
     with pytest.warns(
         UserWarning, match=r"last\.ckpt is damaged: .* goes on from .*previous\.ckpt, saved at step 3: later"
     ):
@@ -574,7 +573,7 @@ def test_training_goes_on_from_the_one_before_a_damaged_one(capsys: pytest.Captu
     assert len(runs()) == 1
     for name in ("last.ckpt", "previous.ckpt"):
         damage(folder / name)
-    assert "last.ckpt is damaged" in fails(capsys, "fit", "--ckpt_path", "last")
+    assert f"{damaged}, and so is previous.ckpt; name" in fails(capsys, "fit", "--ckpt_path", "last")
 
 
 def test_a_run_that_is_not_finite_stops_with_a_good_checkpoint(capsys: pytest.CaptureFixture[str]):

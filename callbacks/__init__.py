@@ -8,7 +8,7 @@ from lit_effattn.callbacks.cost_log import CostLog
 from lit_effattn.callbacks.feature_redraw import FeatureRedraw
 from lit_effattn.callbacks.global_loss_normalization import GlobalLossNormalization
 from lit_effattn.callbacks.memory_carry import MemoryCarry
-from lit_effattn.callbacks.progress import ProgressBar
+from lit_effattn.callbacks.progress import ParameterSummary, ProgressBar
 from lit_effattn.callbacks.random_states import RandomStates
 from lit_effattn.callbacks.sample_grid import SampleGrid
 from lit_effattn.callbacks.stop_on_signal import StopOnSignal
@@ -25,6 +25,7 @@ __all__ = [
     "LastCheckpoint",
     "MemoryCarry",
     "NotFiniteError",
+    "ParameterSummary",
     "ProgressBar",
     "RandomStates",
     "SampleGrid",

@@ -1,4 +1,4 @@
-"""The progress bar."""
+"""The progress bar, and the summary of the model."""
 
 from __future__ import annotations
 
@@ -6,9 +6,11 @@ import time
 from typing import Any
 
 import lightning.pytorch as pl
-from lightning.pytorch.callbacks import RichProgressBar
+from lightning.pytorch.callbacks import ModelSummary, RichProgressBar
+from lightning.pytorch.utilities.model_summary import get_human_readable_count
 from rich import get_console
 from rich.progress import BarColumn, ProgressColumn
+from rich.table import Table
 
 EVERY = 0.1
 """Minimum time between two refreshes in seconds. A refresh takes as long as a small training step."""
@@ -56,3 +58,31 @@ class ProgressBar(RichProgressBar):
     def _get_train_description(self, current_epoch: int) -> str:
         text = super()._get_train_description(current_epoch)
         return text.replace(f"{current_epoch}/-2", f"{current_epoch}") if self.trainer.max_epochs == -1 else text
+
+
+class ParameterSummary(ModelSummary):
+    """A table of the model's parts that have parameters, and how many there are in all.
+
+    Lightning's own also counts modules by mode, and FLOPs, which are 0 without an example of the input.
+    """
+
+    @staticmethod
+    def summarize(
+        summary_data: list[tuple[str, list[str]]],
+        total_parameters: int,
+        trainable_parameters: int,
+        *_: Any,
+        **__: Any,
+    ) -> None:
+        """Print the table."""
+        columns = {name.strip(): values for name, values in summary_data}
+        table = Table("Name", "Type", "Params")
+        for row in zip(columns["Name"], columns["Type"], columns["Params"], strict=True):
+            if row[2].strip() != "0":
+                table.add_row(*row)
+        total, frozen = (
+            get_human_readable_count(n).strip() for n in (total_parameters, total_parameters - trainable_parameters)
+        )
+        more = f", {frozen} of them frozen" if frozen != "0" else ""
+        get_console().print(table)
+        get_console().print(f"{total} parameters{more}")

@@ -380,6 +380,8 @@ class CLI(LightningCLI):
         kwargs["logger"] = False if quiet else loggers(config.logger, folder)
         trainer_callbacks = as_list(config.callbacks)
         kwargs["callbacks"] = [*trainer_callbacks, *self._standard_callbacks(config, quiet, kwargs)]
+        if any(isinstance(callback, callbacks.ParameterSummary) for callback in kwargs["callbacks"]):
+            kwargs["enable_model_summary"] = False  # else Lightning logs a remark
         try:
             trainer: pl.Trainer = super().instantiate_trainer(**kwargs)
         except (TypeError, ValueError, RuntimeError) as error:  # of Lightning's checks
@@ -410,6 +412,10 @@ class CLI(LightningCLI):
         standard.append(callbacks.StopOnSignal())
         if self.subcommand != "fit":
             return standard
+        if config.enable_model_summary is not False and not any(
+            issubclass(t, pl.callbacks.ModelSummary) for t in given
+        ):
+            standard.append(callbacks.ParameterSummary())
         run = self.resolved.run
         seed_kept = run is None or run.get("seed_everything") == self.settings().get("seed_everything")
         if callbacks.CheckFinite not in given:

@@ -34,7 +34,7 @@ def quieten() -> None:
         ".*Checkpoint directory .* exists and is not empty.*",  # of a resumed run
         ".*The dirpath has changed from .*",  # of a new run from a checkpoint of another
         ".*will be duplicated and evaluated twice.*|.*DistributedSampler.*recommended to use.*",  # ours pads nothing
-        ".*is not supported by the model summary.*",  # which shows a size in MB
+        ".*is not supported by the model summary.*",  # our summary shows no size in MB
         ".*`isinstance\\(treespec, LeafSpec\\)` is deprecated.*",  # Lightning's own call
         ".*WeightAveraging doesn't support sharding.*",  # which is an error here, if the model is sharded
         ".*is smaller than the logging interval.*",  # steps are counted across epochs, so metrics are logged

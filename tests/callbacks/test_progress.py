@@ -1,4 +1,5 @@
 import itertools
+import re
 import time
 from pathlib import Path
 
@@ -6,7 +7,7 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import RichProgressBar
 
-from lit_effattn.callbacks import ProgressBar
+from lit_effattn.callbacks import ParameterSummary, ProgressBar
 from tests.callbacks.tiny import Tiny, loader, trainer
 
 
@@ -42,3 +43,16 @@ def test_names_of_metrics_are_whole_and_only_a_known_number_of_epochs_is_shown(
         for text in ("train/bits_per_byte: 2.374", "val/bits_per_byte: 12.345", epoch):
             assert text in shown
         assert ("━━━" in shown) == bar
+
+
+def test_the_summary_counts_what_has_parameters(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    model = Tiny()
+    model.nothing = torch.nn.ReLU()
+    model.frozen = torch.nn.Linear(30, 50).requires_grad_(False)
+    trainer(tmp_path, [ParameterSummary()], max_steps=1).fit(model, loader(4))
+    output = capsys.readouterr().out
+    count = sum(p.numel() for p in model.parameters())
+    assert f"\n{count / 1000:.1f} K parameters, 1.6 K of them frozen\n" in output
+    assert re.search(r"│ frozen +│ Linear +│ 1.6 K +│", output)
+    assert "nothing" not in output
+    assert "FLOPs" not in output

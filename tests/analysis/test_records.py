@@ -8,7 +8,7 @@ import yaml
 from lit_effattn import LSTM, Transformer
 from lit_effattn.analysis.records import _data_length, _sizes, differences, flat, read_run
 from lit_effattn.attention import SoftmaxAttention
-from lit_effattn.tasks import LanguageModel, PixelModel
+from lit_effattn.tasks import LanguageModel, MaskedLanguageModel, PixelModel
 
 
 def a_run(folder: Path, logs: dict[int, str], **config) -> Path:
@@ -114,6 +114,8 @@ def test_bytes_of_states():
     assert lstm["state_length"] is None
     assert lstm["state_bytes"] >= 2 * 2 * 8 * 4
     assert lstm["monitor"] == "val/perplexity"
+    both_ways = MaskedLanguageModel(Transformer(8, 2, 1, attention=SoftmaxAttention, causal=False), 5)
+    assert "state_bytes" not in _sizes(both_ways, 10)
     assert _data_length({"data.length": None, "data.max_len": 7}) == 7
     assert _data_length({}) == 1024
 

@@ -53,7 +53,7 @@ def test_a_value_has_an_annotated_type():
         (2, NewType("New", int), 2),
         (2, Annotated[int, "it"], 2),
         (LINEAR, type[Attention], LinearAttention),
-        (ELU, str | EluFeatureMap, ELU),  # text, where text is a value
+        (ELU, EluFeatureMap | str, ELU),  # text, where text is a value
     ]:
         result = as_type(value, annotation)
         assert result == expected

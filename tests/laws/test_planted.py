@@ -117,6 +117,23 @@ def test_no_number_is_near_infinity_or_nan(expected: float):
         assert str(difference(pair, TOLERANCES[torch.float32])).startswith("outputs: differ by NaN or infinity")
 
 
+def test_a_difference_names_its_tensor():
+    same, one = torch.zeros(2), torch.ones(2)
+    pair = Pair("states", {"keys": same, "values": one}, {"keys": same, "values": same})
+    assert str(difference(pair, TOLERANCES[torch.float32])).endswith("first at index [0] of values")
+
+
+def test_a_bug_of_the_second_compiled_single_step_is_found():
+    class Wrong(Constant):
+        def forward(self, x, state=None):
+            single = torch.compiler.is_compiling() and x.size(1) == 1
+            after = x.new_full(x[:, -1].shape, single)
+            return x if state is None or not single else x + state[0][:, None], (after,)
+
+    (result,) = check(Adapter(partial(Wrong, 1.0), width=4), laws=["compiled-steps"]).results
+    assert result.status == "broken"
+
+
 def test_random_outputs_do_not_pass():
     class Noise(Constant):
         def forward(self, x, state=None):

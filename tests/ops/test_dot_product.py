@@ -3,12 +3,19 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from lit_effattn.attention import ShawAttention, SoftmaxAttention
 from lit_effattn.ops import dot_product
 
 E, H = 12, 3
+
+
+def test_training_in_bfloat16_with_few_keys_is_computed_in_float32():
+    q, k, v = (torch.randn(2, 3, 40, 16).bfloat16().requires_grad_() for _ in range(3))
+    expected = F.scaled_dot_product_attention(q.float(), k.float(), v.float()).bfloat16()
+    assert torch.equal(dot_product.dot_product_attention(q, k, v), expected)
 
 
 @pytest.mark.parametrize("kind", [SoftmaxAttention, partial(ShawAttention, max_distance=3)])

@@ -10,6 +10,7 @@ import torch
 
 from lit_effattn import Transformer
 from lit_effattn.attention import LinearAttention
+from lit_effattn.checkpoints.loading import OtherModelError
 from lit_effattn.datamodules import PixelSequences
 from lit_effattn.datamodules.text.tokenizers import CharacterTokenizer, WordTokenizer
 from lit_effattn.nn.adaptive import AdaptiveEmbedding, AdaptiveHead
@@ -90,6 +91,14 @@ def test_images_that_cannot_be_drawn():
         with pytest.raises((ValueError, OSError), match=words):
             trainer().generate(model, data, **options)
     assert len([*Path("run/generated").iterdir()]) == 1
+
+
+def test_a_checkpoint_of_another_model_is_refused():
+    saved, other = trainer(), PixelModel(Transformer(16, 2, 3, attention=LinearAttention), (8, 8, 1), 17)
+    saved.strategy.connect(other)
+    saved.save_checkpoint("other.ckpt")
+    with pytest.raises(OtherModelError, match=r"blocks\.2\.attention.*absent here"):
+        trainer().generate(digits(), n=1, ckpt_path="other.ckpt")
 
 
 def test_a_prompt_may_be_a_file():

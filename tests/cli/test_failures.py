@@ -1,11 +1,13 @@
 import os
 import signal
+import threading
 
 import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset
 
 from lit_effattn.cli.failures import explained
+from lit_effattn.cli.output import _report_thread
 from tests.support.commands import fails
 
 
@@ -56,6 +58,12 @@ def test_another_process_of_the_run_ended(text: str):
     output = explained(RuntimeError(text), "fit")
     assert output is not None
     assert "another process of this run ended" in output
+
+
+def test_a_missing_file_of_a_thread_is_not_reported(capsys: pytest.CaptureFixture[str]):
+    for kind in (FileNotFoundError, KeyError):
+        _report_thread(threading.ExceptHookArgs((kind, kind("x"), None, None)))
+        assert ("Error" in capsys.readouterr().err) == (kind is KeyError)
 
 
 def test_what_is_no_failure_of_the_machine_keeps_its_traceback():

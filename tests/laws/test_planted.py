@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from lit_effattn.laws import LAWS, Adapter, BrokenLawError, LawSuite, check
+from lit_effattn.laws import LAWS, Adapter, BrokenLawError, LawSuite, check, tree
 from lit_effattn.laws.comparison import TOLERANCES, Pair, difference
 from tests.laws.planted import Mixer, MixerAdapter
 from tests.laws.planted_sum import SumAdapter
@@ -121,6 +121,12 @@ def test_a_difference_names_its_tensor():
     same, one = torch.zeros(2), torch.ones(2)
     pair = Pair("states", {"keys": same, "values": one}, {"keys": same, "values": same})
     assert str(difference(pair, TOLERANCES[torch.float32])).endswith("first at index [0] of values")
+
+
+def test_states_are_equal_to_the_bit():
+    state = {"length": 3, "sums": [torch.tensor([1.0, float("nan")])]}
+    assert tree.same(state, tree.clone(state))
+    assert not tree.same(state, {"length": 3, "sums": [torch.tensor([1.0 + 1e-7, float("nan")])]})
 
 
 def test_a_bug_of_the_second_compiled_single_step_is_found():

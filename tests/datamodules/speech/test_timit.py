@@ -45,6 +45,7 @@ def test_its_folder_in_capitals_or_not(tmp_path: Path):
 
 def test_its_phones(tmp_path: Path):
     corpus = TimitCorpus(str(tmp_path))
+    assert corpus.places == [tmp_path]
     assert (len(corpus.phones), len(corpus.folded), len(set(corpus.folded))) == (48, 48, 39)
     counts_as = dict(zip(corpus.phones, corpus.folded, strict=True))
     assert counts_as["vcl"] == counts_as["cl"] == "sil"

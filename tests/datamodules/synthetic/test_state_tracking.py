@@ -27,5 +27,6 @@ def test_permutations_are_drawn_uniformly():
 
 
 def test_an_unknown_group_is_named():
+    StateTracking("parity", length=1, test_lengths=[1])  # the shortest
     with pytest.raises(ValueError, match="group='S4' is not one of parity, S3, S5"):
         StateTracking("S4")

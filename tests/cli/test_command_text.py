@@ -314,7 +314,6 @@ def test_without_a_memory_length_there_is_no_window(capsys: pytest.CaptureFixtur
         (["--data.tokens", "bpe"], "vocab_size=None"),
         (["--model.backbone.attention", "LSHAttention"], "LSHAttention grows with every segment"),
         (["--model.backbone.attention", "SparseAttention"], "without bound; use a kind whose state is bounded"),
-        (["--trainer.callbacks", "FeatureRedraw"], "FeatureRedraw"),
         (["--model.backbone.attention", "LinearAttention", "--model.eval_mem_len", "3"], "eval_mem_len=3"),
         (["--model.backbone.causal", "false"], "causal"),
     ],

@@ -84,10 +84,10 @@ def test_a_traced_step_writes_the_segments_that_are_due():
     x, lengths = torch.randn(3, 30, 8, dtype=torch.double), torch.tensor([1, 4, 6])
     expected = attention(x[:, :6], lengths=lengths)[1]
     found = [t.clone() for t in tensors(expected)]
-    exported = torch.export.export(Step(attention), (x[:, :1], found), strict=False)
+    step = torch.export.export(Step(attention), (x[:, :1], found), strict=False).module()
     for position in x[:, 6:].split(1, 1):
         y, expected = attention(position, expected)
-        assert torch.allclose(exported.module()(position, found), y, atol=1e-10)
+        assert torch.allclose(step(position, found), y, atol=1e-10)
         for a, b in zip(found, tensors(expected), strict=True):
             assert torch.allclose(a.double(), b.double(), atol=1e-10)
     assert expected.length.tolist() == [25, 28, 30]

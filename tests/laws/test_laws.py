@@ -26,7 +26,7 @@ from lit_effattn.laws import LawSuite
 from lit_effattn.laws.law import Law, run
 from lit_effattn.laws.round_trips import Compiled
 from lit_effattn.laws.subject import Subject, gradients, stream
-from tests.laws.cases import ATTENTIONS, CASES, CAUSAL, CROSS, EACH, ROTARY, STACKS, TRACED, Case, CaseAdapter, subject
+from tests.laws.cases import ATTENTIONS, CASES, CAUSAL, CROSS, EACH, ROTARY, STACKS, Case, CaseAdapter, subject
 from tests.laws.tools import assert_close, assert_same, copied, each, inputs
 
 
@@ -85,9 +85,17 @@ WRITTEN = {
 # is removed in `forward`, so there is one case for each `forward`.
 FORWARDS = {type(subject(c.example)).forward: c.name for c in reversed(CASES)}
 INDUCTOR = {"SoftmaxAttention", "LinearAttention-chunk_size=4", "Transformer-rotary-post"}
-# Steps are compiled of each kind that test_compiled.py does not trace. Long calls are of those with kernels.
 LONG_FLOAT16 = {"LinearAttention-chunk_size=4", "PerformerAttention-chunk_size=4"}  # sums over all positions
-LONG_COMPILED = {"PerformerAttention-chunk_size=4", "KimiDeltaAttention-chunk_size=4"}
+# A long call is compiled of a kind with a kernel; test_packing.py has one with a recurrent state.
+LONG_COMPILED = {"PerformerAttention-chunk_size=4"}
+# Steps are compiled of each kind of state that test_compiled.py does not trace, alone or in its decoder.
+STEPS_COMPILED = {
+    "PerformerAttention-chunk_size=4",
+    "WindowedLinearAttention-window=3-chunk_size=2-feature_map=StirredHedgehog",
+    "KimiDeltaAttention-chunk_size=4",
+    "CompressiveAttention-mem_len=3-compressed_len=2-compression_rate=2-chunk_size=8",
+    "LinearCrossAttention-feature_map=ReluFeatureMap-bias=False",
+}
 # The kinds with a recurrent state share all but their gates. Slow laws are those of one with a decay for each head, and
 # of one with a decay for each channel.
 SHARING = {
@@ -99,6 +107,11 @@ SHARING = {
 
 # These depend on the class of a module, not on its options.
 ONCE = {"alive", "state-dict", "saved-state", "bounded", "donation-ends", "reset", "full-lengths", "empty-rows"}
+# NaN shows what other numbers show, and segments include single steps.
+ONCE_OF_VARIANTS = {
+    *(("alone", "alone"), ("alone", "others"), ("padding", "large"), ("padding", "large-after-a-state")),
+    *(("steps", "donated-max_len"), ("carried-gradients", "kept-initial")),
+}
 # The first case of each class that is causal or not: what takes long is tried on these.
 SLOWLY = {(type(subject(m := c.example)), m.causal): c.name for c in reversed(CASES) if c.name in EACH}.values()
 
@@ -125,8 +138,7 @@ class TestLaws(LawSuite):
         if law.name.startswith("compiled"):
             if name not in EACH or name == "EncoderDecoder":  # where it trains and where it generates
                 return None
-            steps = adapter.case not in STACKS and name in SLOWLY and name not in SHARING | TRACED
-            quick = name in LONG_COMPILED if law.name == "compiled" else steps
+            quick = name in (LONG_COMPILED if law.name == "compiled" else STEPS_COMPILED)
         elif law.name == "gradients":  # `test_equals_the_definition` compares those of the other options
             # Those of the norm of remembered inputs are compared here alone.
             quick = name in SLOWLY or name == "Transformer-raw-memories"
@@ -140,10 +152,10 @@ class TestLaws(LawSuite):
                 if name in SLOWLY
                 else "=bins" in name and variant == "steps-float16"
             )
-        elif law.name in ONCE:
+        elif law.name in ONCE or (law.name, variant) in ONCE_OF_VARIANTS:
             quick = name in EACH
-        else:  # a state begun in another way has the same slots, all options alike
-            quick = name in EACH or variant not in ("kept-initial", "kept-max_len", "donated-initial")
+        else:  # a state begun in another way has the same slots; "carried-gradients" and "reset" begin with them all
+            quick = variant not in ("kept-initial", "kept-max_len", "donated-initial")
         return [] if quick else [pytest.mark.exhaustive]
 
 

@@ -43,7 +43,7 @@ def _pieces(case: Case) -> tuple[torch.Tensor, torch.Tensor, list[list[tuple[int
     return starts, lengths, [list(pairwise(b)) for b in borders]
 
 
-@each(PACKED)
+@each(PACKED, quick=EACH)
 @pytest.mark.usefixtures("_long_rows")
 def test_packed_is_alone(case: Case):
     """Outputs, gradients, states and auxiliary losses, without and after a state."""

@@ -41,7 +41,7 @@ from lit_effattn.ops.linear import triton_kernels as linear_triton
 GPU = torch.cuda.is_available()
 DEVICE = "cuda" if GPU else "cpu"
 C, BF = favor_triton.CHUNK, favor_triton.FEATURES
-B, H = 2, 1
+B, H = 1, 1
 MODULES: dict[str, tuple[Any, Any]] = {
     "linear": (linear_triton, linear_pytorch),
     "favor": (favor_triton, favor_pytorch),
@@ -82,9 +82,9 @@ def _in_float32(t):
 def cut(monkeypatch: pytest.MonkeyPatch):
     """Say into how many groups a head's chunks are divided."""
 
-    def into(n: int) -> None:
+    def into(n: int, rows: int = B) -> None:
         for module in (linear_triton, favor_triton):
-            monkeypatch.setattr(module, "_at_once", lambda device: n * B * H)
+            monkeypatch.setattr(module, "_at_once", lambda device: n * rows * H)
 
     into(1)
     return into
@@ -158,26 +158,24 @@ def test_decays_and_the_delta_rule_equal_the_definition_in_any_size(n: int, d: i
 
 @each_family
 def test_padding_is_nothing(family: Family, cut):
-    n, lengths = C + 20, lengths_of(0, C - 9)
-    for into in (1, 2) if family is not GATED else (1,):
-        cut(into)
-        given = inputs(family, n)
-        found = assert_defined(family, given, lengths)
-        before = [t for t in given[3:] if t.shape in [s.shape for s in found[1:]]]
-        assert all(torch.equal(a[0], b[0]) for a, b in zip(found[1:], before, strict=True))  # the row without keys
-        dq, dk, dv = gradients(found, given)[:3]
-        assert dq.isfinite().all()
-        assert (dk[0] == 0).all()
-        assert (dv[1, :, C - 9 :] == 0).all()
+    cut(2, rows=2)
+    given = inputs(family, C + 20, b=2)
+    found = assert_defined(family, given, lengths_of(0, C - 9))
+    before = [t for t in given[3:] if t.shape in [s.shape for s in found[1:]]]
+    assert all(torch.equal(a[0], b[0]) for a, b in zip(found[1:], before, strict=True))  # the row without keys
+    dq, dk, dv = gradients(found, given)[:3]
+    assert dq.isfinite().all()
+    assert (dk[0] == 0).all()
+    assert (dv[1, :, C - 9 :] == 0).all()
 
 
 def test_a_row_that_has_seen_nothing_is_zero():
-    q, k, v, s, z = inputs(LINEAR, 5)
+    q, k, v, s, z = inputs(LINEAR, 5, b=2)
     found = LINEAR.function(q, k, v, torch.zeros_like(s), torch.zeros_like(z), lengths_of(0, 5))
     assert (found[0][0] == 0).all()
     assert all(t.isfinite().all() for t in gradients(found, (q, k, v)))
     assert_defined(LINEAR, [q, k, v, s, z], eps=3.0)
-    given = inputs(FAVOR, 5, seen=False)
+    given = inputs(FAVOR, 5, b=2, seen=False)
     found = FAVOR.function(*given, lengths_of(0, 5))
     assert all((t[0] == 0).all() for t in found[:3])
     assert (found[3][0] == -torch.inf).all()
@@ -264,7 +262,7 @@ def test_compiled_without_a_break(family: Family, cut):
         return [2 * t for t in family.function(*tensors)]
 
     torch._dynamo.reset()  # else the sizes of another family's inputs make these dynamic
-    options: dict[str, int] = {"f": 3} if family is FAVOR else {}
+    options = {"b": 2} | ({"f": 3} if family is FAVOR else {})
     arguments = [*inputs(family, 5, **options), lengths_of(5, 2)]
     expected, found = (f(*arguments) for f in (doubled, torch.compile(doubled, fullgraph=True, backend="aot_eager")))
     for a, b in zip([*found, *gradients(found, arguments)], [*expected, *gradients(expected, arguments)], strict=True):
@@ -281,7 +279,7 @@ def test_large_queries_and_keys_are_finite():
 
 def test_what_is_not_a_number_is_not_hidden():
     for i in range(3):
-        tensors = [t.detach().clone() for t in inputs(LINEAR, 4)]
+        tensors = [t.detach().clone() for t in inputs(LINEAR, 4, b=2)]
         tensors[i][0, 0, 1, 3] = torch.nan
         out = LINEAR.function(*tensors)[0]
         assert out[0, 0, 1:].isnan().any(-1).all() if i else out[0, 0, 1].isnan().all()
@@ -314,7 +312,7 @@ def test_keys_that_rise_far_above_those_before_the_sequence(cut):
 
 
 def test_a_later_key_changes_no_bit_however_far_it_rises(cut):
-    q, k, v, omega, *sums = inputs(FAVOR, C, b=1, seen=False, louder=louder(C, 0, 30, 12.0))
+    q, k, v, omega, *sums = inputs(FAVOR, C, seen=False, louder=louder(C, 0, 30, 12.0))
     sums[2] = torch.full_like(sums[2], -60.0)
     before = FAVOR.function(q, k, v, omega, *sums)[0]
     for t in (9, 40):
@@ -350,8 +348,8 @@ def test_equal_keys_under_the_delta_rule(strength: float):
 
 def test_what_they_can_not_take_is_refused():
     f = BF + 8
-    of_linear = dict(zip("qkvsz", inputs(LINEAR, 5, f=16, d=16), strict=True))
-    of_favor = dict(zip(("q", "k", "v", "omega", "s", "z", "m"), inputs(FAVOR, 5), strict=True))
+    of_linear = dict(zip("qkvsz", inputs(LINEAR, 5, b=2, f=16, d=16), strict=True))
+    of_favor = dict(zip(("q", "k", "v", "omega", "s", "z", "m"), inputs(FAVOR, 5, b=2), strict=True))
     refused: list[tuple[Any, dict[str, Tensor], dict[str, Tensor], str]] = [
         (LINEAR.function, of_linear, changed, words)
         for changed, words in (

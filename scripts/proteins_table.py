@@ -4,7 +4,7 @@ r"""Rows of the table of docs/proteins.md: language models of proteins, trained 
     python -m scripts.proteins_table --root data/proteins/all --task causal --kind performer_relu --steps 2000
 
 A row is one line of JSON on the standard output. Seconds are those of the processor on a CPU, with one thread, and of
-the clock on a GPU; the time of thirty steps says how many steps they are, so that the schedule of the learning rate ends
+the clock on a GPU; the time of thirty steps says how many they are, so that the schedule of the learning rate ends
 with them. All rows have the same width, layers, batches and learning rate. The peak of memory, in MB, is that of the
 process on a CPU, and that of tensors on a GPU. Sequences joined to 8,192 residues, as in Choromanski et al. 2020,
 section 4.4:

@@ -417,13 +417,14 @@ class CLI(LightningCLI):
         ):
             standard.append(callbacks.ParameterSummary())
         run = self.resolved.run
-        seed_kept = run is None or run.get("seed_everything") == self.settings().get("seed_everything")
+        settings = self.settings()
+        seed_kept = run is None or run.get("seed_everything") == settings.get("seed_everything")
         if callbacks.CheckFinite not in given:
             standard.append(callbacks.CheckFinite())
         standard += [
             callbacks.RandomStates(restore=seed_kept),
             callbacks.CostLog(),
-            Configuration(self.settings(), self.arguments.typed, own_loggers(config.logger)),
+            Configuration(settings, self.arguments.typed, own_loggers(config.logger)),
         ]
         if kwargs["logger"] and LearningRateMonitor not in given:
             standard.append(LearningRateMonitor("step"))

@@ -76,10 +76,13 @@ class Parser(LightningArgumentParser):
         keep_texts(self)
         return super().parse_args(*args, **options)
 
-    def parse_object(self, *args: Any, **options: Any) -> Any:
-        """Parse plain data; text stays text."""
+    def parse_object(self, obj: Any, namespace: Any = None, **options: Any) -> Any:
+        """Parse plain data; text stays text.
+
+        A nested class's values before, in `namespace`, which equal `obj` are left out: each level would parse both.
+        """
         keep_texts(self)
-        return super().parse_object(*args, **options)
+        return super().parse_object(obj, namespace=None if obj == namespace else namespace, **options)
 
     def _parse_common(self, *args: Any, **options: Any) -> Any:
         """Let the outermost parser add the defaults of nested classes: each level that does so too triples the work.

@@ -64,6 +64,7 @@ def _command(args: list[str], environment: dict[str, str], outputs: list[str], k
 
     from lit_effattn.cli import main
 
+    multiprocessing.set_start_method(None, force=True)  # workers of loaders start as in a command of its own
     cpp_build.private_folder = lambda name: kernels
     os.environ.clear()
     os.environ.update(environment)

@@ -1,8 +1,5 @@
 """The classes that a checkpoint may name."""
 
-import subprocess
-import sys
-
 import pytest
 import torch
 
@@ -10,6 +7,7 @@ import lit_effattn.attention
 import lit_effattn.tasks
 from lit_effattn import registry
 from lit_effattn.hparams import HasInitArgs
+from tests.support.processes import in_processes
 
 
 def test_every_kind_and_task_enters_itself():
@@ -21,12 +19,17 @@ def test_every_kind_and_task_enters_itself():
             assert registry.entered(f"{kind.__module__}.{kind.__qualname__}") is kind
 
 
+def _has_what_models_are_made_of(rank: int) -> None:
+    from tests.support.first_imports import CLASSES
+
+    assert {"LSTM", "EncoderDecoder", "ConvSubsampling", "AdaptiveEmbedding", "BeamDecoder", "RAdam"} <= CLASSES
+    assert {"WarmupCosine", "MultiStepLR", "ReduceLROnPlateau", "Embedding", "RotaryPositions", "Muon"} <= CLASSES
+
+
+@pytest.mark.processes
 def test_what_models_are_made_of_is_there_when_a_task_is():
     """Nothing else need be imported before a checkpoint is read."""
-    code = "from lit_effattn import LanguageModel, registry; print(*(k.__name__ for k in registry.classes()))"
-    names = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout.split()
-    assert {"LSTM", "EncoderDecoder", "ConvSubsampling", "AdaptiveEmbedding", "BeamDecoder", "RAdam"} <= {*names}
-    assert {"WarmupCosine", "MultiStepLR", "ReduceLROnPlateau", "Embedding", "RotaryPositions", "Muon"} <= {*names}
+    in_processes(_has_what_models_are_made_of, n=1)
 
 
 def test_nothing_else_is():

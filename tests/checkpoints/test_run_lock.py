@@ -1,11 +1,11 @@
 """The lock on a run's folder: one holder at a time, whose end is noticed."""
 
 import errno
+import multiprocessing
 import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 import pytest
@@ -13,25 +13,25 @@ import pytest
 from lit_effattn.checkpoints.run_lock import HOLDER, RunLock, RunLockedError
 from lit_effattn.checkpoints.runs import LOCK, discard_if_empty
 
-_HOLD = """
-import sys
-from pathlib import Path
-from lit_effattn.checkpoints.run_lock import RunLock
-lock = RunLock(Path(sys.argv[1]))
-print(flush=True)
-input()
-"""
-
 
 @contextmanager
-def held(run: Path) -> Iterator[subprocess.Popen]:
+def held(run: Path) -> Iterator[BaseProcess]:
     """Let another process hold the lock, and kill it at the end."""
-    command = [sys.executable, "-c", _HOLD, str(run)]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
-        assert process.stdout is not None
-        assert process.stdout.readline() == b"\n"
-        yield process
-        process.kill()
+    context = multiprocessing.get_context("fork")
+    here, there = context.Pipe()
+
+    def hold() -> None:
+        lock = RunLock(run)
+        there.send("locked")
+        there.recv()
+        lock.release()
+
+    process = context.Process(target=hold)
+    process.start()
+    assert here.poll(60)
+    yield process
+    process.kill()
+    process.join()
 
 
 def assert_held(run: Path, holder: str):

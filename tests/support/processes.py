@@ -20,7 +20,7 @@ SUPPORT = Path(__file__).parent
 SECONDS = 300
 """After which processes are killed."""
 
-multiprocessing.set_forkserver_preload(["lit_effattn.cli.command", "pytest"])
+multiprocessing.set_forkserver_preload(["tests.support.first_imports", "lit_effattn.cli.command", "pytest"])
 
 
 def in_processes(work: Callable[..., None], *args: Any, n: int) -> None:

@@ -7,7 +7,14 @@ import pytest
 import torch
 
 from lit_effattn import Transformer, sequence
-from lit_effattn.attention import LinearAttention
+from lit_effattn.attention import (
+    CompressiveAttention,
+    InfiniteAttention,
+    KimiDeltaAttention,
+    LinearAttention,
+    PerformerAttention,
+    SoftmaxAttention,
+)
 from lit_effattn.laws import ContractAdapter, check
 from lit_effattn.laws.subject import gradients
 from lit_effattn.nn import packing
@@ -22,6 +29,16 @@ def _has_source(case: Case) -> bool:
 
 SOURCES = [case for case in CASES if _has_source(case)]
 PACKED = [case for case in (*CASES, *ROTARY) if case not in SOURCES]
+# With kernels, with a state that grows, and with auxiliary losses.
+KINDS = {
+    LinearAttention,
+    PerformerAttention,
+    KimiDeltaAttention,
+    SoftmaxAttention,
+    CompressiveAttention,
+    InfiniteAttention,
+}
+SOME = [case.name for case in PACKED if case.name in EACH and type(case.example) in KINDS | {Transformer}]
 
 
 @pytest.fixture
@@ -101,7 +118,7 @@ def _alone(module, x, starts, pieces, before) -> tuple[torch.Tensor, list, list]
     return y, after, losses
 
 
-@each(PACKED, quick=EACH)
+@each(PACKED, quick=SOME)
 @pytest.mark.parametrize(
     "dtype", [torch.bfloat16, pytest.param(torch.float16, marks=pytest.mark.exhaustive)], ids=["bfloat16", "float16"]
 )
@@ -153,7 +170,7 @@ def test_packed_is_alone_where_it_is_compiled(case: Case):
         _go_on_alike(module, sequence.select(after, torch.tensor([i])), state)
 
 
-@each(PACKED, quick=EACH)
+@each(PACKED, quick=SOME)
 @pytest.mark.usefixtures("_long_rows")
 def test_without_the_state_all_else_is_the_same(case: Case):
     """Pieces are then called in other groups where states grow."""

@@ -128,7 +128,7 @@ class Repository:
         return {module: dict(self._imported(module)) for module in self.modules}
 
     def _imported(self, module: str) -> Iterator[tuple[str, int]]:
-        for node in ast.walk(self.tree(self.modules[module])):
+        for node in _statements(self.tree(self.modules[module])):
             for name in _names(node):
                 top, _, rest = name.partition(".")
                 if top == "lit_effattn" and (known := self._module_of(rest)) is not None and known != module:
@@ -150,6 +150,14 @@ class Repository:
 
 def _below(folder: str, pattern: str) -> list[Path]:
     return sorted(path for path in (ROOT / folder).rglob(pattern) if "__pycache__" not in path.parts)
+
+
+def _statements(node: ast.AST) -> Iterator[ast.AST]:
+    """Yield a module and its statements, without the expressions in them."""
+    yield node
+    for field in ("body", "orelse", "finalbody", "handlers", "cases"):
+        for statement in getattr(node, field, ()):
+            yield from _statements(statement)
 
 
 def _names(node: ast.AST) -> list[str]:
@@ -191,7 +199,7 @@ def _forms(text: str) -> Iterator[tuple[int, str]]:
 def docstrings(repository: Repository) -> Problems:
     """Docstrings open with a noun or a verb, and have sections that the site shows as such."""
     for name in repository.sources:
-        for node in ast.walk(repository.tree(name)):
+        for node in _statements(repository.tree(name)):
             if not isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
                 continue
             if (text := ast.get_docstring(node)) is None:
@@ -253,7 +261,7 @@ def light(repository: Repository) -> Problems:
                             f"{top} must be imported where it is used: torch and numpy suffice here",
                         )
     definitions = "lit_effattn/attention/reference.py"
-    for imported in (imported for node in ast.walk(repository.tree(definitions)) for imported in _names(node)):
+    for imported in (imported for node in _statements(repository.tree(definitions)) for imported in _names(node)):
         if imported.partition(".")[0] not in ("__future__", "torch", "math", "itertools"):
             yield definitions, 1, f"the definitions may not use {imported}"
     for module, imports in repository.imports.items():

@@ -7,6 +7,7 @@ import os
 import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -307,7 +308,7 @@ class CLI(LightningCLI):
         if self.arguments.command == "fit" and self._content is not None and not self.resolved.requeued:
             saved = saved_model(self._content)
             trainer = section(self.resolved.run or {}, "trainer")
-            check_kept_settings({"trainer": trainer, **({"model": saved} if saved else {})}, self.settings())
+            check_kept_settings({"trainer": trainer, **({"model": saved} if saved else {})}, self.settings)
 
     def _find_weights(self, config: Namespace) -> None:
         """Replace `last` and `best`, which later name other checkpoints, with paths."""
@@ -343,8 +344,9 @@ class CLI(LightningCLI):
             if self.arguments.flags.given(f"model.{name}"):
                 raise ValueError(f"--model.{name} can't be given: the model takes it from the data")
 
+    @cached_property
     def settings(self) -> dict[str, Any]:
-        """Return all settings as plain data, without the arguments that the data determine."""
+        """All settings as plain data, without the arguments that the data determine."""
         text = self._parser(self.subcommand).dump(self.config[self.subcommand], skip_none=False, skip_validation=True)
         settings = without_folders(yaml.safe_load(text))
         for name in ("trust", "name"):  # for this command only; the folder has the name
@@ -417,14 +419,13 @@ class CLI(LightningCLI):
         ):
             standard.append(callbacks.ParameterSummary())
         run = self.resolved.run
-        settings = self.settings()
-        seed_kept = run is None or run.get("seed_everything") == settings.get("seed_everything")
+        seed_kept = run is None or run.get("seed_everything") == self.settings.get("seed_everything")
         if callbacks.CheckFinite not in given:
             standard.append(callbacks.CheckFinite())
         standard += [
             callbacks.RandomStates(restore=seed_kept),
             callbacks.CostLog(),
-            Configuration(settings, self.arguments.typed, own_loggers(config.logger)),
+            Configuration(self.settings, self.arguments.typed, own_loggers(config.logger)),
         ]
         if kwargs["logger"] and LearningRateMonitor not in given:
             standard.append(LearningRateMonitor("step"))

@@ -6,7 +6,6 @@ tensor, an empty list and an empty mapping, and deleted. A change ends in one me
 
 import copy
 import io
-import random
 import shutil
 from collections import Counter
 from collections.abc import Iterator
@@ -170,12 +169,6 @@ def all_cases(folder: Path, name: str) -> list[Any]:
     return [(path, what) for path in sorted(paths(content), key=str) for what in (*VALUES, DELETED)]
 
 
-@pytest.mark.parametrize(("how", "name", "n"), [("fit", "pixels", 4), ("fit", "text", 4), ("generate", "text", 1)])
-def test_a_sample_of_changes(how: str, n: int, name: str, folder: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.chdir(folder)
-    tries(folder, name, how, random.Random(0).sample(all_cases(folder, name), n))
-
-
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("name", ["pixels", "text"])
 @pytest.mark.parametrize(("how", "every"), [("fit", 1), ("test", 4), ("generate", 8)])
@@ -234,6 +227,7 @@ def test_what_is_said(folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pyt
         assert "checkpoint" in message or "it.ckpt" in message
 
 
+@pytest.mark.exhaustive
 def test_the_unchanged_run_resumes(folder: Path, monkeypatch: pytest.MonkeyPatch):
     """Else each change above could end for another reason."""
     monkeypatch.chdir(folder)

@@ -75,7 +75,7 @@ def test_a_configuration_has_what_callbacks_were_given(monkeypatch: pytest.Monke
     """Words of an enumeration, functions that are named, and devices."""
     pruning = "{class_path: ModelPruning, init_args: {pruning_fn: l1_unstructured}}"
     averaging = "{class_path: StochasticWeightAveraging, init_args: {swa_lrs: 0.1}}"
-    settings = built(monkeypatch, "--trainer.callbacks", f"[Timer, {pruning}, {averaging}]").settings()
+    settings = built(monkeypatch, "--trainer.callbacks", f"[Timer, {pruning}, {averaging}]").settings
     timer, pruning, averaging = (callback["init_args"] for callback in settings["trainer"]["callbacks"])
     assert (timer["interval"], pruning["pruning_fn"], averaging["device"]) == ("step", "l1_unstructured", "cpu")
 
@@ -112,7 +112,7 @@ def test_a_stride_is_that_of_the_user_else_that_of_the_data(monkeypatch: pytest.
     for flags, stride in ((sparse, 8), ([*sparse, "--model.backbone.attention.stride", "5"], 5)):
         made = built(monkeypatch, *flags)
         assert made.model.backbone.blocks[0].attention.stride == stride
-        assert f"'stride': {stride}" in repr(made.settings()["model"])
+        assert f"'stride': {stride}" in repr(made.settings["model"])
 
 
 def test_a_file_names_other_files_as_before_without_the_sections_of_fit(monkeypatch: pytest.MonkeyPatch):

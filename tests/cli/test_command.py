@@ -62,7 +62,7 @@ TINY = {
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run of tiny.yaml, for tests that resume none."""
+    """A run of tiny.yaml."""
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(tmp_path_factory.mktemp("trained"))
         patch.setenv("XDG_CACHE_HOME", "cache")
@@ -341,8 +341,7 @@ def test_printing_the_configuration_trains_nothing(capsys: pytest.CaptureFixture
 # ------------------------------------------------------------------------------------------------ checkpoints and flags
 
 
-def test_resuming_goes_on_in_the_runs_folder():
-    run = fit()
+def test_resuming_goes_on_in_the_runs_folder(run: Path):
     main(["fit", "--ckpt_path", "last", "--trainer.max_epochs", "2"])
     assert runs() == [run]
     assert torch.load(run / "checkpoints" / "last.ckpt", weights_only=True)["global_step"] == 6
@@ -503,8 +502,7 @@ def test_the_error_of_a_worker_is_that_of_its_data():
     assert _message(KeyError()) == "KeyError"
 
 
-def test_a_run_in_which_another_process_trains_is_not_resumed(capsys: pytest.CaptureFixture[str]):
-    run = fit()
+def test_a_run_in_which_another_process_trains_is_not_resumed(run: Path, capsys: pytest.CaptureFixture[str]):
     lock = RunLock(run)
     before = sorted(path.name for path in run.rglob("*"))
     output = fails(capsys, "fit", "--ckpt_path", "last", "--trainer.max_epochs", "2")

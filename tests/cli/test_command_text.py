@@ -64,7 +64,7 @@ def write_texts(root: str = "texts", of: str = "birds") -> None:
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run of tiny.yaml, for tests that resume none."""
+    """A run of tiny.yaml."""
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(tmp_path_factory.mktemp("trained"))
         Path("tiny.yaml").write_text(yaml.safe_dump(TINY))
@@ -122,10 +122,8 @@ def documents_cost(run: Path, texts: list[bytes], segment_len: int) -> list[floa
     return costs
 
 
-def test_testing_scores_every_byte_once_with_the_memory_handed_on(capsys: pytest.CaptureFixture[str]):
-    run = fit("--data.eval_batch_size", "1")
-    capsys.readouterr()
-    main(["test", "--ckpt_path", "best"])
+def test_testing_scores_every_byte_once_with_the_memory_handed_on(run: Path, capsys: pytest.CaptureFixture[str]):
+    main(["test", "--ckpt_path", "best", "--data.eval_batch_size", "1"])
     output = capsys.readouterr().out
     texts = [path.read_bytes() for path in sorted(Path("texts/test").iterdir())]
     expected = np.mean(documents_cost(run, texts, 8))
@@ -162,6 +160,7 @@ def test_generating_continues_a_prompt_without_the_data(capsys: pytest.CaptureFi
     assert len("3 birds") < len(text) <= len("3 birds") + 20  # <start> may be drawn, and is no text
     assert set(text) <= set(song(6) + "Bye\n\ufffd")
     assert text in output  # as it was drawn
+    refused(run, ["--prompt", "1 bird€"], "'€'")
 
 
 def test_generating_again_draws_the_same_and_another_seed_others(run: Path):
@@ -251,8 +250,7 @@ def test_a_beam_writes_the_best_with_their_scores(tokens: str, n_tokens: int, ca
     assert (result.lengths < n_tokens).any() == (tokens == "words")
 
 
-def test_generating_refuses_what_it_cannot_do(capsys: pytest.CaptureFixture[str]):
-    run = fit(*CHARACTERS)
+def test_generating_refuses_what_it_cannot_do(run: Path):
     Path("latin.txt").write_bytes("à".encode("latin-1"))
     for args, words in (
         (["--n_tokens", "0"], "--n_tokens 0"),
@@ -260,7 +258,6 @@ def test_generating_refuses_what_it_cannot_do(capsys: pytest.CaptureFixture[str]
         (["--prompt_file", "absent.txt"], "absent.txt"),
         (["--prompt_file", "latin.txt"], "--prompt_file latin.txt is not UTF-8"),
         (["--complete", "0.5"], "--complete 0.5"),
-        (["--prompt", "1 bird€"], "'€'"),
         (["--beam", "4", "--temperature", "0.5"], "--beam 4 and --temperature 0.5"),
         (["--beam", "4", "--n", "5"], "--n 5: a search with --beam 4"),
         (["--beam", "4", "--length_penalty", "-1"], "length_penalty=-1.0"),

@@ -587,4 +587,4 @@ def test_the_command_puts_it_in_the_place_of_lightning_s(tmp_path: Path, monkeyp
     made = built(CONFIGS[0], *flags)
     assert type(made.trainer.strategy) is ShardedStrategy
     assert not made.trainer.strategy.saves_parts
-    assert made.settings()["trainer"]["strategy"]["class_path"] == "lit_effattn.distributed.sharding.ShardedStrategy"
+    assert made.settings["trainer"]["strategy"]["class_path"] == "lit_effattn.distributed.sharding.ShardedStrategy"

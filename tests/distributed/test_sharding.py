@@ -56,13 +56,13 @@ from tests.laws.cases import ATTENTIONS
 from tests.support.commands import assert_same_end, same
 from tests.support.processes import in_processes
 
-P, E, H, V, N, STEPS = 2, 8, 2, 13, 12, 3
+P, E, H, V, N, STEPS = 2, 8, 2, 13, 12, 2
 SHARED_UV = partial(TransformerXLAttention, mem_len=5, share_uv=True)
 PERFORMER = partial(PerformerAttention, n_features=6, chunk_size=4)
 
 
-def stack(attention: Any, n_heads: int = H, **options: Any) -> Transformer:
-    return Transformer(E, n_heads, 2, attention=attention, **{"positions": "auto", "init": "pytorch", **options})
+def stack(attention: Any, n_heads: int = H, n_layers: int = 2, **options: Any) -> Transformer:
+    return Transformer(E, n_heads, n_layers, attention=attention, **{"positions": "auto", "init": "pytorch", **options})
 
 
 def language(attention: Any, **options: Any) -> LanguageModel:
@@ -254,14 +254,14 @@ class Levels:
         self.streams, self.rank = place(strategy)
 
     def __getitem__(self, step: int) -> Tensor:
-        if step >= 4:
+        if step >= len(self):
             raise IndexError
         rows = 4 // self.streams
         first = rows * self.rank
         return torch.randint(V, (4, 12), generator=torch.Generator().manual_seed(step))[first : first + rows]
 
     def __len__(self) -> int:
-        return 4
+        return 2
 
 
 PARTS = partial(ShardedStrategy, save_distributed_checkpoint=True)
@@ -276,17 +276,17 @@ def trainer(strategy: Any, **options: Any) -> pl.Trainer:
     )
 
 
-def run(folder: Path, steps: int, strategy: Any, ckpt_path: Path | None = None, kind: Any = PERFORMER) -> Path:
-    """Train to a step; return the last checkpoint."""
+def run(folder: Path, strategy: Any, ckpt_path: Path | None = None, kind: Any = PERFORMER) -> Path:
+    """Train for two epochs of one step; return the last checkpoint."""
     torch.manual_seed(0)
-    backbone, adamw = stack(kind, gradient_checkpointing=True), partial(torch.optim.AdamW, weight_decay=0.1)
+    backbone, adamw = stack(kind, n_layers=1, gradient_checkpointing=True), partial(torch.optim.AdamW, weight_decay=0.1)
     task = PixelModel(backbone, (2, 3, 2), n_levels=V, optimizer=adamw, decay_biases_and_gains=False).double()
     redraw = [FeatureRedraw(1)] if hasattr(kind(E, H), "redraw") else []
     callbacks = [*redraw, ClipEachParameter(0.1), CheckFinite(), RandomStates(), LastCheckpoint(keep=4)]
     made = trainer(
         strategy,
         default_root_dir=folder,
-        max_epochs=steps // 2,
+        max_epochs=2,
         accumulate_grad_batches=2,
         gradient_clip_val=0.5,
         callbacks=[*callbacks, SampleGrid(n_samples=1)],
@@ -383,10 +383,10 @@ def work(rank: int, folder: Path, cases: str, size: int) -> None:
     streams, divided = size // P, DIVIDED_HEADS if cases == "quick" else MORE_DIVIDED_HEADS | OF_DIVIDED_HEADS
     found |= {f"heads of {name}": train(make, rank, streams=streams, heads=P) for name, make in divided.items()}
     if cases == "quick":
-        run(folder / "whole", 4, SHARDED)
-        run(folder / "parts", 4, PARTS())
+        run(folder / "whole", SHARDED)
+        run(folder / "parts", PARTS())
         with mock.patch("lit_effattn.checkpoints.io.read_whole", None):
-            run(folder / "from parts", 4, PARTS(), folder / "parts" / "checkpoints" / "step_00000002.ckpt")
+            run(folder / "from parts", PARTS(), folder / "parts" / "checkpoints" / "step_00000001.ckpt")
         carry(folder / "memory whole", SHARDED)
         if rank == 0:  # of a process that was killed, and had the same number
             (unfinished(folder / "memory parts" / "checkpoints" / "last.ckpt") / "left").mkdir(parents=True)
@@ -394,18 +394,18 @@ def work(rank: int, folder: Path, cases: str, size: int) -> None:
         found["failed"] = failed(folder / "failed")
         found["scored"] = scored(HEADS())
         found["with dropout"] = with_dropout(rank)
-        run(folder / "heads", 4, HEADS())
-        run(folder / "from heads", 4, HEADS(), folder / "heads" / "checkpoints" / "step_00000002.ckpt")
+        run(folder / "heads", HEADS())
+        run(folder / "from heads", HEADS(), folder / "heads" / "checkpoints" / "step_00000001.ckpt")
         carry(folder / "memory heads", HEADS(), kind=LinearAttention, keep=2, keep_every_n_train_steps=1)
         first = folder / "memory heads" / "checkpoints" / "step_00000001.ckpt"
         carry(folder / "memory from heads", HEADS(), kind=LinearAttention, ckpt_path=first)
         for before in ("whole", "one"):
-            run(folder / f"from {before}", 4, SHARDED, folder / before / "checkpoints" / "step_00000002.ckpt")
+            run(folder / f"from {before}", SHARDED, folder / before / "checkpoints" / "step_00000001.ckpt")
     if cases == "every":
         found |= {f"DDP, {name}": train(make, rank, ddp=True) for name, make in OF_DDP.items()}
         for name, strategy, kind in resumed():
-            whole = run(folder / name / "whole", 4, strategy(), kind=kind)
-            run(folder / name / "resumed", 4, strategy(), whole.with_name("step_00000002.ckpt"), kind)
+            whole = run(folder / name / "whole", strategy(), kind=kind)
+            run(folder / name / "resumed", strategy(), whole.with_name("step_00000001.ckpt"), kind)
     torch.save(found, folder / f"{rank}.pt")
     dist.destroy_process_group()
 
@@ -431,7 +431,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def found(folder: Path) -> list[dict[str, Any]]:
     """What each process found; beside it the runs of one process and of two."""
-    run(folder / "one", 4, "auto")
+    run(folder / "one", "auto")
     return spawned(folder, "quick")
 
 
@@ -472,7 +472,7 @@ def test_a_run_is_that_of_one_process_and_resumes_exactly(name: str, more: list[
     paths = {run: folder / run / "checkpoints" / "last.ckpt" for run in ("one", name, f"from {name}", *more)}
     assert_same_end(paths[name], paths[f"from {name}"])
     one = read_checkpoint(paths["one"])
-    assert one["global_step"] == 4
+    assert one["global_step"] == 2
     for other in (read_checkpoint(paths[run]) for run in (name, *more)):
         assert other.keys() == one.keys()
         for part in ("state_dict", "optimizer_states", "lr_schedulers"):
@@ -529,7 +529,7 @@ def test_each_process_keeps_its_own_memory(folder: Path, found: list[dict[str, A
 
 def test_a_run_resumes_from_parts_with_any_number_of_processes(folder: Path, found: list[dict[str, Any]]):
     parts = folder / "parts" / "checkpoints"
-    one = run(folder / "one from parts", 4, "auto", parts / "step_00000002.ckpt")
+    one = run(folder / "one from parts", "auto", parts / "step_00000001.ckpt")
     paths = (parts / "last.ckpt", folder / "from parts" / "checkpoints" / "last.ckpt", one)
     whole, two, one = map(read_checkpoint, paths)
     for part in ("state_dict", "optimizer_states", "lr_schedulers"):

@@ -103,12 +103,12 @@ def test_an_image_goes_on_from_its_file_as_from_memory(kind: str, tmp_path: Path
 
 @pytest.mark.parametrize("kind", ["TransformerXLAttention", "CompressiveAttention", "InfiniteAttention"])
 def test_a_memory_that_is_not_full_yet_goes_on(kind: str, tmp_path: Path):
-    model = made(kind, mem_len=50)
-    whole = model.sample(PROMPT, 90, seed=3)
+    model = made(kind, mem_len=12)
+    whole = model.sample(PROMPT, 30, seed=3)
     first, kept = kept_after(model, PROMPT, 5, seed=3)
     save_state(kept, tmp_path / "s.state", model)
     loaded = load_state(tmp_path / "s.state", model)
-    assert torch.equal(torch.cat([first, model.sample(NOTHING, 85, kept=loaded, seed=3)], 1), whole)
+    assert torch.equal(torch.cat([first, model.sample(NOTHING, 25, kept=loaded, seed=3)], 1), whole)
 
 
 @pytest.mark.parametrize("kind", ["LinearAttention", "SoftmaxAttention", "TransformerXLAttention"])

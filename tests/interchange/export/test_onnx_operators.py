@@ -10,9 +10,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from lit_effattn.attention import GatedDeltaNetAttention, LinearAttention
+from lit_effattn.attention import GatedDeltaNetAttention, LinearAttention, PerformerAttention
 from lit_effattn.cli import main
 from lit_effattn.interchange.export import export
+from lit_effattn.interchange.onnx_operators import available
 from lit_effattn.sequence import tensors
 from tests.interchange.export.cases import build
 from tests.interchange.export.test_options import OLD_RUNTIME, RECURRENT
@@ -101,13 +102,14 @@ def test_the_page_reads_a_prompt_in_one_call(tmp_path, monkeypatch, capsys):
     assert len(set(expected)) > 3
 
 
-def test_models_without_these_operators_read_one_token_or_frame(tmp_path):
-    """A kind without an operator, no attention, and an older onnxruntime."""
-    for name in ("LSTM", "PerformerAttention-chunk_size=4"):
-        assert export(build(name), tmp_path / f"{name}.onnx", format="onnx", check=2).prompt_seconds is None
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("onnxruntime.__version__", "1.23.2")
-        assert export(build(RECURRENT["Linear"]), tmp_path / "old.onnx", format="onnx", check=2).prompt_seconds is None
+def test_models_without_these_operators_read_one_token_or_frame(tmp_path, monkeypatch):
+    """No attention, a kind without an operator, and an older onnxruntime."""
+    assert export(build("LSTM"), tmp_path / "a.onnx", format="onnx", check=2).prompt_seconds is None
+    linear = LinearAttention(8, 2)
+    assert available([linear, GatedDeltaNetAttention(8, 2)])
+    assert not available([linear, PerformerAttention(8, 2)])
+    monkeypatch.setattr("onnxruntime.__version__", "1.23.2")
+    assert not available([linear])
 
 
 @pytest.mark.exhaustive

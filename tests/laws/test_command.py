@@ -1,13 +1,12 @@
 """`lit-effattn check` and `python -m lit_effattn.laws`: modules by their names."""
 
-import subprocess
+import runpy
 import sys
 from pathlib import Path
 
 import pytest
 
 from lit_effattn.cli import main
-from tests.support.commands import REPOSITORY
 
 # A newcomer's kind: its state counts padding as positions that it has seen.
 MINE = """
@@ -100,14 +99,9 @@ def test_invalid_arguments_are_told_in_a_line(folder: Path, capsys: pytest.Captu
         assert message in capsys.readouterr().err
 
 
-def test_the_package_is_a_program(folder: Path):
-    done = subprocess.run(
-        [sys.executable, "-m", "lit_effattn.laws", "checked_module:MyAttention", "--laws", "ragged"],
-        capture_output=True,
-        text=True,
-        check=False,
-        cwd=folder,
-        env={"PYTHONPATH": str(REPOSITORY / "src"), "PATH": ""},
-    )
-    assert done.returncode == 1
-    assert "1 broken: ragged" in done.stderr
+def test_the_package_is_a_program(folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+    monkeypatch.setattr(sys, "argv", ["laws", "checked_module:MyAttention", "--laws", "ragged"])
+    with pytest.raises(SystemExit) as stopped:
+        runpy.run_module("lit_effattn.laws", run_name="__main__")
+    assert stopped.value.code == 1
+    assert "1 broken: ragged" in capsys.readouterr().err

@@ -107,10 +107,10 @@ SHARING = {
 
 # These depend on the class of a module, not on its options.
 ONCE = {"alive", "state-dict", "saved-state", "bounded", "donation-ends", "reset", "full-lengths", "empty-rows"}
-# NaN shows what other numbers show, and segments include single steps.
+# All options select rows alike; NaN shows what other numbers show, and segments include single steps.
 ONCE_OF_VARIANTS = {
     *(("alone", "alone"), ("alone", "others"), ("padding", "large"), ("padding", "large-after-a-state")),
-    *(("steps", "kept-none"), ("steps", "donated-max_len"), ("carried-gradients", "kept-initial")),
+    *(("steps", "kept-none"), ("steps", "donated-max_len"), ("carried-gradients", "kept-initial"), ("select", "")),
 }
 # The first case of each class that is causal or not: what takes long is tried on these.
 SLOWLY = {(type(subject(m := c.example)), m.causal): c.name for c in reversed(CASES) if c.name in EACH}.values()
@@ -139,9 +139,9 @@ class TestLaws(LawSuite):
             if name not in EACH or name == "EncoderDecoder":  # where it trains and where it generates
                 return None
             quick = name in (LONG_COMPILED if law.name == "compiled" else STEPS_COMPILED)
-        elif law.name == "gradients":  # `test_equals_the_definition` compares those of the other options
+        elif law.name == "gradients":  # `test_equals_the_definition` compares those of attentions
             # Those of the norm of remembered inputs are compared here alone.
-            quick = name in SLOWLY or name == "Transformer-raw-memories"
+            quick = adapter.case.definition is None and (name in SLOWLY or name == "Transformer-raw-memories")
         elif law.name == "half-precision":
             once = adapter.case in STACKS or isinstance(adapter.case.example, RecurrentAttention)
             forms = ["long-bfloat16"] if once or not adapter.causal else ["long-bfloat16", "steps-bfloat16"]

@@ -53,6 +53,9 @@ class MultiHead(SequenceModule):
     without_autocast = False
     """Whether heads are combined without autocast. The kind converts them to float32 or more."""
 
+    jumps = False
+    """Whether the kind compares numbers (hashes, draws), so that rounding makes single outputs jump: see `laws`."""
+
     reads_source = False
     """Whether the module reads a source: see `CrossAttention`."""
 

@@ -178,6 +178,7 @@ class InfiniteAttention(MemoryAttention):
         self.sticky = sticky
         self.n_bins = n_bins
         self.sampling = sampling
+        self.jumps = sampling == "bins"  # a bin is drawn or not
         self.grid: Grid = grid
         self.tie_query = tie_query
         self.norm_signal = norm_signal

@@ -74,6 +74,7 @@ class LSHAttention(Attention):
     """
 
     without_autocast = True
+    jumps = True
     lacks: ClassVar = {"k_proj": "its keys are its queries, normalised (shared q/k, Kitaev et al. 2020, section 2)"}
 
     rotations: Tensor

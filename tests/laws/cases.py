@@ -66,7 +66,6 @@ class Case:
         definition: The O(N²) definition that it equals, or None.
         rotary: Whether it is an attention that turns queries and keys.
         spacings: How far half precision may be off, in spacings of its numbers near 1.
-        jumps: Whether it decides by comparing numbers (hashes), so that rounding makes single outputs jump.
     """
 
     name: str
@@ -76,7 +75,6 @@ class Case:
     definition: Callable[[Any, Tensor], Tensor] | None = None
     rotary: bool = False
     spacings: float = 4
-    jumps: bool = False
 
     def build(
         self, dtype: torch.dtype = torch.float64, d_model: int = D_MODEL, n_heads: int = N_HEADS
@@ -94,6 +92,11 @@ class Case:
         return self.build()
 
     @property
+    def jumps(self) -> bool:
+        """Whether rounding makes single outputs jump."""
+        return self.adapter().jumps
+
+    @property
     def long(self) -> int:
         """A length of many units, and not a multiple of one."""
         return 4 * self.unit + 3
@@ -108,7 +111,7 @@ class CaseAdapter(ContractAdapter):
 
     def __init__(self, case: Case) -> None:
         self.case = case
-        options: dict[str, Any] = {"unit": case.unit, "spacings": case.spacings, "jumps": case.jumps}
+        options: dict[str, Any] = {"unit": case.unit, "spacings": case.spacings}
         if not isinstance(m := subject(case.example), Attention | CrossAttention) or isinstance(m, RELATIVE):
             options |= {"longest": 1024, "steps": 40}  # they take long, and no sums run over all positions
         alone = "window=1-" in case.name or "mem_len=1-same" in case.name or isinstance(case.example, FromSource)
@@ -126,7 +129,6 @@ def kind(
     causal: Sequence[bool] = (True, False),
     rotary: bool = False,
     spacings: float = 4,
-    jumps: bool = False,
     **options: Any,
 ) -> list[Case]:
     """Return the cases of an attention with these options: causal or not."""
@@ -140,7 +142,6 @@ def kind(
             definition,
             rotary,
             spacings,
-            jumps,
         )
         for c in causal
     ]
@@ -151,11 +152,9 @@ XL = partial(kind, TransformerXLAttention, definitions.transformer_xl)
 # Rounding moves vectors to other buckets, and with each of them the border of every later chunk there: of 8,192
 # outputs most see somewhat other keys, the median being off by up to 0.18 (23 spacings of bfloat16; not causal, 174 of
 # float16). With one bucket nothing moves, and the usual bound holds.
-HASHED = partial(kind, LSHAttention, definitions.lsh, jumps=True)
+HASHED = partial(kind, LSHAttention, definitions.lsh)
 COMPRESSIVE = partial(kind, CompressiveAttention, definitions.compressive, causal=[True])
 WINDOWED = partial(kind, WindowedLinearAttention, definitions.windowed_linear, causal=[True])
-# A head's norm magnifies rounding where its output is near 0, so single outputs jump.
-RECURRENT = partial(kind, jumps=True)
 INFINITE = partial(kind, InfiniteAttention, definitions.infinite, causal=[True])
 
 
@@ -201,25 +200,22 @@ ATTENTIONS = [
     *kind(PerformerAttention, definitions.performer, 8, features="hyperbolic", n_features=6, chunk_size=8),
     *kind(PerformerAttention, definitions.performer, 4, features="relu", chunk_size=4, bias=False),
     *kind(PerformerAttention, definitions.performer, 4, eps=0.01, chunk_size=4),
-    # Features of either sign: some denominators of 8192 are near 0 and magnify rounding, so single outputs jump.
-    *kind(
-        PerformerAttention, definitions.performer, 4, features="trigonometric", n_features=256, chunk_size=4, jumps=True
-    ),
+    *kind(PerformerAttention, definitions.performer, 4, features="trigonometric", n_features=256, chunk_size=4),
     *kind(PerformerAttention, definitions.performer, 3, chunk_size=1, n_kv_heads=1, out_bias=False, causal=[True]),
     *WINDOWED(3, window=3, chunk_size=2, feature_map=StirredHedgehog),
     *WINDOWED(4, window=1, n_kv_heads=1, out_bias=False, feature_map=EluFeatureMap),
-    *RECURRENT(DeltaNetAttention, definitions.delta_net, 4, chunk_size=4),
-    *RECURRENT(
+    *kind(DeltaNetAttention, definitions.delta_net, 4, chunk_size=4),
+    *kind(
         DeltaNetAttention, definitions.delta_net, 3, beta_max=2.0, conv_size=None, gate=True, bias=True, causal=[True]
     ),
-    *RECURRENT(GatedDeltaNetAttention, definitions.gated_delta_net, 4, chunk_size=4),
-    *RECURRENT(GatedDeltaNetAttention, definitions.gated_delta_net, 3, n_qk_heads=1, qk_dim=3, head_dim=5, conv_size=2),
-    *RECURRENT(KimiDeltaAttention, definitions.kimi_delta, 4, chunk_size=4),
-    *RECURRENT(RetentionAttention, definitions.retention, 4, chunk_size=4),
-    *RECURRENT(GatedLinearAttention, definitions.gated_linear, 4, chunk_size=4),
-    *RECURRENT(GatedLinearAttention, definitions.gated_linear, 3, conv_size=3, tau=2.0, gate_rank=3, causal=[True]),
-    *RECURRENT(Mamba2Attention, definitions.mamba2, 4, qk_dim=4, chunk_size=4),
-    *RECURRENT(Mamba2Attention, definitions.mamba2, 3, qk_dim=3, n_qk_heads=2, conv_size=None, causal=[True]),
+    *kind(GatedDeltaNetAttention, definitions.gated_delta_net, 4, chunk_size=4),
+    *kind(GatedDeltaNetAttention, definitions.gated_delta_net, 3, n_qk_heads=1, qk_dim=3, head_dim=5, conv_size=2),
+    *kind(KimiDeltaAttention, definitions.kimi_delta, 4, chunk_size=4),
+    *kind(RetentionAttention, definitions.retention, 4, chunk_size=4),
+    *kind(GatedLinearAttention, definitions.gated_linear, 4, chunk_size=4),
+    *kind(GatedLinearAttention, definitions.gated_linear, 3, conv_size=3, tau=2.0, gate_rank=3, causal=[True]),
+    *kind(Mamba2Attention, definitions.mamba2, 4, qk_dim=4, chunk_size=4),
+    *kind(Mamba2Attention, definitions.mamba2, 3, qk_dim=3, n_qk_heads=2, conv_size=None, causal=[True]),
     # What a segment sees depends on the split, unless the memory holds all the past.
     *XL(4, mem_len=700, chunk_size=4),
     *XL(3, mem_len=700, clamp_len=4, bias=True, causal=[True]),
@@ -249,7 +245,6 @@ ATTENTIONS = [
         tie_query=True,
         density_bias=False,
     ),
-    # A bin is drawn or not, so rounding moves samples.
     *INFINITE(
         4,
         mem_len=0,
@@ -260,7 +255,6 @@ ATTENTIONS = [
         sticky=True,
         n_bins=5,
         sampling="bins",
-        jumps=True,
     ),
     *INFINITE(3, mem_len=3, segment_len=3, n_basis=0),
     *INFINITE(

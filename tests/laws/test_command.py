@@ -7,6 +7,9 @@ from pathlib import Path
 import pytest
 
 from lit_effattn.cli import main
+from tests.laws.cases import ATTENTIONS
+
+KINDS = {case.make.func.__name__ for case in ATTENTIONS}
 
 # A newcomer's kind: its state counts padding as positions that it has seen.
 MINE = """
@@ -59,6 +62,17 @@ def test_a_state_that_absorbs_padding_is_told(folder: Path, capsys: pytest.Captu
     assert captured.err.startswith("MyAttention: 4 laws checked in ")
     assert captured.err.endswith("2 broken: padding, ragged\n")
     assert "smallest case: batch 1, length 3, split 2 + 1, valid positions [1]" in captured.out
+
+
+@pytest.mark.parametrize(
+    ("kinds", "laws"),
+    [
+        (["LSHAttention", "KimiDeltaAttention"], ["--laws", "no-future,padding,half-precision"]),
+        pytest.param(sorted(KINDS), [], marks=pytest.mark.exhaustive),
+    ],
+)
+def test_no_kind_of_the_library_is_called_broken(kinds: list[str], laws: list[str]):
+    main(["check", *kinds, *laws])
 
 
 def test_kinds_options_and_modules_of_torch_are_named(capsys: pytest.CaptureFixture[str]):

@@ -18,7 +18,8 @@ class ContractAdapter(Adapter):
 
     Args:
         module: See `Adapter`.
-        options: See `Adapter`. Default of `causal`: the module's attribute, True without one.
+        options: See `Adapter`. Default of `causal`: the module's attribute, True without one. Default of `jumps`:
+            whether a part of the module has an attribute `jumps` that is true.
     """
 
     padding = "right"
@@ -29,7 +30,9 @@ class ContractAdapter(Adapter):
 
     def __init__(self, module: nn.Module | Build, **options: Any) -> None:
         super().__init__(module, **options)
-        self.causal = bool(options.get("causal", getattr(self.make(), "causal", True)))
+        made = self.make()
+        self.causal = bool(options.get("causal", getattr(made, "causal", True)))
+        self.jumps = bool(options.get("jumps", any(getattr(part, "jumps", False) for part in made.modules())))
 
     @staticmethod
     def call(module: Any, x: Tensor, state: Any = None, lengths: Tensor | None = None) -> tuple[Tensor, Any]:

@@ -17,7 +17,7 @@ from tests.callbacks.tiny import trainer
 
 def data(segment_len: int | None) -> DialogueTask:
     sizes = {"n_facts": 4, "n_near": 1, "n_far": 3, "n_keys": 4, "n_values": 3, "n_chat": 2, "value_len": 2}
-    return DialogueTask(12, **sizes, segment_len=segment_len, batch_size=2, n_test=5)
+    return DialogueTask(12, **sizes, segment_len=segment_len, batch_size=2, n_val=5, n_test=5)
 
 
 class Long(TransformerXLAttention):

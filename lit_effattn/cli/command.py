@@ -39,7 +39,7 @@ from lit_effattn.callbacks.lightning_internals import leave_signals_alone
 from lit_effattn.checkpoints.averaging import average_parameters
 from lit_effattn.checkpoints.io import AtomicCheckpointIO, read_checkpoint, saved_model, without_folders
 from lit_effattn.checkpoints.loading import OtherModelError, allowed_in, build_model
-from lit_effattn.checkpoints.plain_yaml import OutOfBoundsError
+from lit_effattn.checkpoints.plain_yaml import OutOfBoundsError, SafeLoader
 from lit_effattn.checkpoints.printable import printable
 from lit_effattn.checkpoints.run_lock import RunLock
 from lit_effattn.checkpoints.runs import discard, discard_if_empty, find_checkpoint, new_folder, short
@@ -348,7 +348,7 @@ class CLI(LightningCLI):
     def settings(self) -> dict[str, Any]:
         """All settings as plain data, without the arguments that the data determine."""
         text = self._parser(self.subcommand).dump(self.config[self.subcommand], skip_none=False, skip_validation=True)
-        settings = without_folders(yaml.safe_load(text))
+        settings = without_folders(yaml.load(text, SafeLoader))
         for name in ("trust", "name"):  # for this command only; the folder has the name
             settings.pop(name, None)
         return settings

@@ -22,6 +22,9 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 
 os.fsync = lambda descriptor: None  # no test loses power; to wait for the disk took 5 ms a file
 
+# For so long a worker of a loader may wait that garbage is collected with.
+torch.utils.data._utils.MP_STATUS_CHECK_INTERVAL = 0.2
+
 for _device in (torch.cuda, torch.mtia, torch.xpu):
     if not _device.is_available():  # torch.manual_seed would keep a stack trace for each: 1 ms a call
         _device.manual_seed_all = lambda seed: None

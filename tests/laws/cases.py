@@ -29,6 +29,7 @@ from lit_effattn.attention import (
     Mamba2Attention,
     PerformerAttention,
     PerformerCrossAttention,
+    RecurrentAttention,
     ReluFeatureMap,
     RetentionAttention,
     ShawAttention,
@@ -458,6 +459,13 @@ CASES = [*ATTENTIONS, *CROSS, *STACKS]
 CAUSAL = [case for case in CASES if case.causal]
 EACH = {(type(subject(m := c.example)), m.causal, m.bounded_by): c.name for c in reversed(CASES)}.values()
 """The names of one case of each kind: causal or not, with a state that grows or not."""
+
+SHARING = {
+    c.name
+    for c in ATTENTIONS
+    if isinstance(m := c.example, RecurrentAttention) and not isinstance(m, GatedDeltaNetAttention | KimiDeltaAttention)
+}
+"""The kinds with a recurrent state that share all but their gates with one that decays each head, or each channel."""
 
 # Sizes are symbols where a state grows, and the ∞-former's tables are made in its first call. That no step looks at a
 # number is tested for every kind in test_devices.py.

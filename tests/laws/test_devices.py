@@ -23,7 +23,7 @@ from lit_effattn.nn.heads import CategoricalHead, MixtureOfLogisticsHead
 from lit_effattn.ops import continuous
 from lit_effattn.ops.runtime.operators import KERNELS
 from lit_effattn.sequence import SequenceModule
-from tests.laws.cases import CASES, EACH, LINEAR, Case, stack
+from tests.laws.cases import CASES, EACH, LINEAR, SHARING, Case, stack
 from tests.laws.tools import each
 
 # cuDNN's recurrence asks the driver.
@@ -58,7 +58,7 @@ def moved(case: Case, gpu: FakeTensorMode) -> SequenceModule:
     return module
 
 
-@each(HERE, EACH)
+@each(HERE, {*EACH} - SHARING)
 def test_a_module_stays_on_its_device_and_waits_for_nothing(case: Case, gpu: FakeTensorMode):
     module = moved(case, gpu)
     _trains(case, module.train(), gpu)

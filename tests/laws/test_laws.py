@@ -18,15 +18,13 @@ from lit_effattn import sequence
 from lit_effattn.attention import (
     Attention,
     CrossAttention,
-    GatedDeltaNetAttention,
-    KimiDeltaAttention,
     RecurrentAttention,
 )
 from lit_effattn.laws import LawSuite
 from lit_effattn.laws.law import Law, run
 from lit_effattn.laws.round_trips import Compiled
 from lit_effattn.laws.subject import Subject, gradients, stream
-from tests.laws.cases import ATTENTIONS, CASES, CAUSAL, CROSS, EACH, ROTARY, STACKS, Case, CaseAdapter, subject
+from tests.laws.cases import ATTENTIONS, CASES, CAUSAL, CROSS, EACH, ROTARY, SHARING, STACKS, Case, CaseAdapter, subject
 from tests.laws.tools import assert_close, assert_same, copied, each, inputs
 
 
@@ -95,13 +93,6 @@ STEPS_COMPILED = {
     "KimiDeltaAttention-chunk_size=4",
     "CompressiveAttention-mem_len=3-compressed_len=2-compression_rate=2-chunk_size=8",
     "LinearCrossAttention-feature_map=ReluFeatureMap-bias=False",
-}
-# The kinds with a recurrent state share all but their gates. Slow laws are those of one with a decay for each head, and
-# of one with a decay for each channel.
-SHARING = {
-    c.name
-    for c in ATTENTIONS
-    if isinstance(m := c.example, RecurrentAttention) and not isinstance(m, GatedDeltaNetAttention | KimiDeltaAttention)
 }
 
 

@@ -262,11 +262,14 @@ class RecurrentAttention(Attention):
         q, k, v = channels.split([width, width, self.n_heads * self.head_dim], -1)
         q, k = self.features(*(t.unflatten(2, (self.n_qk_heads, -1)) for t in (q, k)))
         q, k = self._rotated(q.transpose(1, 2), k.transpose(1, 2), state.length)
-        q, k = (self._for_all_heads(t)[:, of] for t in (q, k))  # (B, H, N, D_qk)
-        v = self._heads(v)[:, of]  # (B, H, N, D)
+        q, k, v = self._for_all_heads(q), self._for_all_heads(k), self._heads(v)  # (B, H, N, D_qk or D)
         log_decay, beta, step = (
-            t if t is None else t[of] if t.dim() == 1 else t.transpose(1, 2)[:, of] for t in gates
+            t if t is None or t.dim() == 1 else t.transpose(1, 2) for t in gates
         )  # (H,), (B, H, N) or (B, H, N, D_qk)
+        if not self.causal:
+            q, k, v, log_decay, beta, step = (
+                t if t is None else t[of] if t.dim() == 1 else t[:, of] for t in (q, k, v, log_decay, beta, step)
+            )
         if step is not None:
             k = k * step[..., None]
         is_gated = log_decay is not None and log_decay.dim() > 1

@@ -1,6 +1,5 @@
 """Compiled steps without a compiler."""
 
-import gc
 from pathlib import Path
 
 import pytest
@@ -12,7 +11,6 @@ from lit_effattn.generation import compiled, sampling
 @pytest.fixture
 def interpreted(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[Path]:
     """Traced programs run without inductor. Returns the files of those that were compiled."""
-    gc.freeze()  # after each program garbage is collected: it need not look through all that was there before
     files: list[Path] = []
     programs: dict[Path, torch.export.ExportedProgram] = {}
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))

@@ -22,7 +22,7 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 
 os.fsync = lambda descriptor: None  # no test loses power; to wait for the disk took 5 ms a file
 
-# For so long a worker of a loader may wait that garbage is collected with.
+# A loader that is garbage waits for its workers, which look this often, in seconds, whether they should end.
 torch.utils.data._utils.MP_STATUS_CHECK_INTERVAL = 0.2
 
 for _device in (torch.cuda, torch.mtia, torch.xpu):

@@ -56,6 +56,9 @@ class MultiHead(SequenceModule):
     jumps = False
     """Whether the kind compares numbers (hashes, draws), so that rounding makes single outputs jump: see `laws`."""
 
+    magnifies = False
+    """Whether the kind divides outputs by a norm or a sum that may be near 0: see `laws`."""
+
     reads_source = False
     """Whether the module reads a source: see `CrossAttention`."""
 

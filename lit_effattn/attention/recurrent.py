@@ -100,6 +100,7 @@ class RecurrentAttention(Attention):
 
     has_positions = True
     without_autocast = True
+    magnifies = True
     extra_parameters = ("convolution", "beta_proj", "decay_proj", "a_log", "dt_bias", "norm", "gate_proj", "skip")
 
     activated = False

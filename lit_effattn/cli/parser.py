@@ -79,7 +79,7 @@ class Parser(LightningArgumentParser):
     def parse_object(self, obj: Any, namespace: Any = None, **options: Any) -> Any:
         """Parse plain data; text stays text.
 
-        A nested class's values before, in `namespace`, which equal `obj` are left out: each level would parse both.
+        `namespace`, a nested class's values before, is left out where it equals `obj`: each level would parse both.
         """
         keep_texts(self)
         return super().parse_object(obj, namespace=None if obj == namespace else namespace, **options)

@@ -63,6 +63,9 @@ class Adapter:
     jumps: bool = False
     """Whether the module decides by comparing numbers (hashes, routing), so that rounding makes single outputs jump."""
 
+    magnifies: bool = False
+    """Whether outputs are divided by a norm or a sum that may be near 0, which magnifies rounding of single outputs."""
+
     spacings: float = 4
     """Bound on the error in half precision, in spacings of its numbers near 1 (2⁻⁷ in bfloat16, 2⁻¹⁰ in float16)."""
 

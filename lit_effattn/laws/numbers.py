@@ -109,7 +109,7 @@ class Precision(Law):
         """Yield a long sequence, or a prompt and twice as many steps."""
         adapter = subject.adapter
         if variant.startswith("long"):
-            # The median of all positions, where outputs jump, needs more of them.
+            # The worst position's error is compared; the median one's, where outputs jump, which needs more.
             yield full(1, (2 if adapter.jumps else 1) * adapter.longest, variant=variant)
         else:
             yield full(1, adapter.steps, *[1] * (2 * adapter.steps), variant=variant)
@@ -120,8 +120,8 @@ class Precision(Law):
 
     @torch.no_grad()
     def checks(self, subject: Subject, trial: Trial) -> list[Check]:
-        """Compare with float32: the median error of any 15 successive positions."""
-        adapter, name = subject.adapter, trial.variant.partition("-")[2]
+        """Compare each position with that in float32, or the median of several."""
+        adapter, name, capabilities = subject.adapter, trial.variant.partition("-")[2], subject.capabilities
         dtype = DTYPES[name]
         exact, narrow, context = self._narrow(subject, dtype)
         x = self._inputs(subject, exact, trial.n)
@@ -136,10 +136,8 @@ class Precision(Law):
                 y, _ = call(x, None)
             else:
                 half = len(trial.way) // 2 + 1
-                n, donated = sum(trial.way[:half]), "donated" in subject.capabilities
-                first = (
-                    adapter.initial_state(narrow, 1, trial.n, x) if "initial_state" in subject.capabilities else None
-                )
+                n, donated = sum(trial.way[:half]), "donated" in capabilities
+                first = adapter.initial_state(narrow, 1, trial.n, x) if "initial_state" in capabilities else None
                 y, state = stream(call, x[:, :n], trial.way[:half], first)
                 with adapter.donated() if donated else nullcontext():
                     if trial.way[half:]:
@@ -148,18 +146,19 @@ class Precision(Law):
             at = int((~y.isfinite()).any(-1).flatten().nonzero()[0])
             return [Claim(False, f"outputs in {name} are not finite, first at position {at}")]
         errors = ((y.float() - y_exact).norm(dim=-1) / y_exact.norm(dim=-1))[0]
-        # A norm, or a denominator, near 0 magnifies the rounding of a single output. A sum that drifts stays wrong.
-        width = trial.n if adapter.jumps else min(trial.n, _WINDOW)
+        # What magnifies single outputs leaves most of any 15 alone; a sum that drifts stays wrong.
+        width = trial.n if adapter.jumps else min(trial.n, _WINDOW) if adapter.magnifies else 1
         medians = errors.unfold(0, width, 1).median(-1).values
         error, first = medians.max().item(), int(medians.argmax())
         # An output is rounded to half of the spacing of numbers near 1, and so are x, the weights, q, k and v before,
         # whose errors add at random: four spacings. A drifting sum is off by far more.
         bound = adapter.spacings * torch.finfo(dtype).eps
+        of = f"position {first}'s" if width == 1 else f"the median of positions {first} to {first + width - 1}:"
         return [
             Claim(
                 error < bound,
-                f"half of the outputs at positions {first} to {first + width - 1} in {name} are off by at least "
-                f"{percent(error)} of their length; at most {percent(bound, 2)} is rounding",
+                f"{of} output in {name} is off by {percent(error)} of its length; "
+                f"at most {percent(bound, 2)} is rounding",
                 error,
             )
         ]

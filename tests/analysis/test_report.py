@@ -111,6 +111,7 @@ def test_a_page_loads_nothing_and_says_what_the_run_is(run: Path):
     assert "parameters" in page.text
     assert "bits_per_target" in page.text
     assert "LinearAttention, backbone.blocks.0.attention" in page.text
+    assert "no attention weights" not in page.text
 
 
 def test_no_report_is_replaced_and_none_is_left_half_written(run: Path, capsys, monkeypatch):

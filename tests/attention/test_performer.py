@@ -27,7 +27,7 @@ def redraw(attention: PerformerAttention, seed: int = 9) -> None:
 
 @pytest.mark.parametrize("features", LOG_SPACE)
 def test_it_nears_softmax_with_more_features(features: str):
-    for causal, orthogonal in ((True, True), (False, False)):
+    for causal, orthogonal in itertools.product([True, False], [True, False]):
         softmax = SoftmaxAttention(E, H, causal).double()
         x = inputs(40, 1)
         errors = []

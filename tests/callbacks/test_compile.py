@@ -17,10 +17,11 @@ from lit_effattn import attention as attentions
 from lit_effattn.attention import LinearAttention, TransformerXLAttention
 from lit_effattn.callbacks import Compile, MemoryCarry
 from lit_effattn.datamodules.common.tokens import TokenBatch
-from lit_effattn.tasks import LanguageModel, PixelModel, SpeechRecognizer, Task
+from lit_effattn.tasks import LanguageModel, PixelModel, Task
 from tests.callbacks.test_memory_carry import ROWS, SEGMENT, V, loader
 from tests.callbacks.tiny import Tiny, trainer
-from tests.tasks.test_speech import MELS, PHONES, speech
+from tests.tasks.test_speech import model as recognizer
+from tests.tasks.test_speech import speech
 
 _step = partial(torch.optim.SGD, lr=0.1)
 
@@ -104,8 +105,7 @@ def test_batches_of_other_sizes_are_compiled_once_more(tmp_path: Path):
 
 
 def test_speech_is_compiled_around_its_loss():
-    backbone = Transformer(8, 2, 1, attention=LinearAttention, causal=False)
-    plain = SpeechRecognizer(backbone, MELS, PHONES).train()
+    plain = recognizer().float().train()
     compiled = copy.deepcopy(plain)
     compiled.compile_objective("eager")
     for lengths in ((23, 17, 5), (30, 19, 8), (41, 9, 3)):

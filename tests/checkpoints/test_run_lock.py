@@ -28,10 +28,12 @@ def held(run: Path) -> Iterator[BaseProcess]:
 
     process = context.Process(target=hold)
     process.start()
-    assert here.poll(60)
-    yield process
-    process.kill()
-    process.join()
+    try:
+        assert here.poll(60)
+        yield process
+    finally:
+        process.kill()
+        process.join()
 
 
 def assert_held(run: Path, holder: str):

@@ -333,7 +333,7 @@ def test_a_second_call_goes_on_where_the_first_stopped(case: Case, monkeypatch: 
 def test_compiled_tokens_are_the_same(monkeypatch: pytest.MonkeyPatch):
     """One graph without breaks, or it would be refused; what each kind makes of it, the laws say."""
     by_torch_compile(monkeypatch, "aot_eager")
-    made = around(Transformer(8, 2, 1, attention=SoftmaxAttention, init="pytorch").double().eval())
+    made = around(Transformer(8, 2, 3, attention=list(BACKBONES.values()), init="pytorch").double().eval())
     prompt, options = torch.randint(7, (2, 3)), {"top_k": 3, "temperature": 0.9, "seed": 3}
     assert torch.equal(generate(*made, prompt, 8, compile=True, **options), generate(*made, prompt, 8, **options))
 

@@ -20,8 +20,9 @@ from lit_effattn.attention import (
     CrossAttention,
     RecurrentAttention,
 )
-from lit_effattn.laws import LawSuite
+from lit_effattn.laws import ContractAdapter, LawSuite
 from lit_effattn.laws.law import Law, run
+from lit_effattn.laws.numbers import Precision
 from lit_effattn.laws.round_trips import Compiled
 from lit_effattn.laws.subject import Subject, gradients, stream
 from tests.laws.cases import ATTENTIONS, CASES, CAUSAL, CROSS, EACH, ROTARY, SHARING, STACKS, Case, CaseAdapter, subject
@@ -100,8 +101,14 @@ STEPS_COMPILED = {
 ONCE = {"alive", "state-dict", "saved-state", "bounded", "donation-ends", "reset", "full-lengths", "empty-rows"}
 # All options select rows alike; NaN shows what other numbers show, and segments include single steps.
 ONCE_OF_VARIANTS = {
-    *(("alone", "alone"), ("alone", "others"), ("padding", "large"), ("padding", "large-after-a-state")),
-    *(("steps", "kept-none"), ("steps", "donated-max_len"), ("carried-gradients", "kept-initial"), ("select", "")),
+    ("alone", "alone"),
+    ("alone", "others"),
+    ("carried-gradients", "kept-initial"),
+    ("padding", "large"),
+    ("padding", "large-after-a-state"),
+    ("select", ""),
+    ("steps", "donated-max_len"),
+    ("steps", "kept-none"),
 }
 # The first case of each class that is causal or not: what takes long is tried on these.
 SLOWLY = {(type(subject(m := c.example)), m.causal): c.name for c in reversed(CASES) if c.name in EACH}.values()
@@ -148,6 +155,15 @@ class TestLaws(LawSuite):
         else:  # a state begun in another way has the same slots; "carried-gradients" and "reset" begin with them all
             quick = variant not in ("kept-initial", "kept-max_len", "donated-initial")
         return [] if quick else [pytest.mark.exhaustive]
+
+
+@pytest.mark.slow
+@each([case for case in CASES if case.adapter().longest < ContractAdapter.longest], quick=[])
+def test_half_precision_of_long_sequences(case: Case):
+    law, adapter = Precision(), case.adapter()
+    adapter.longest, adapter.steps = ContractAdapter.longest, ContractAdapter.steps
+    subject = Subject(adapter)
+    assert [run(law, subject, variant) for variant in law.variants(subject)] == [None] * len(law.variants(subject))
 
 
 @pytest.mark.slow

@@ -18,8 +18,8 @@ class ContractAdapter(Adapter):
 
     Args:
         module: See `Adapter`.
-        options: See `Adapter`. Default of `causal`: the module's attribute, True without one. Default of `jumps`:
-            whether a part of the module has an attribute `jumps` that is true.
+        options: See `Adapter`. Default of `causal`: the module's attribute, True without one. Default of `jumps` and
+            `magnifies`: whether a part of the module has an attribute of that name that is true.
     """
 
     padding = "right"
@@ -32,7 +32,8 @@ class ContractAdapter(Adapter):
         super().__init__(module, **options)
         made = self.make()
         self.causal = bool(options.get("causal", getattr(made, "causal", True)))
-        self.jumps = bool(options.get("jumps", any(getattr(part, "jumps", False) for part in made.modules())))
+        for name in {"jumps", "magnifies"} - options.keys():
+            setattr(self, name, any(getattr(part, name, False) for part in made.modules()))
 
     @staticmethod
     def call(module: Any, x: Tensor, state: Any = None, lengths: Tensor | None = None) -> tuple[Tensor, Any]:

@@ -180,18 +180,19 @@ def _of_checkpoint(
         remarks.append("The run has no checkpoint.")
     else:
         with _remark(remarks, "The checkpoint can't be read"):
-            model = Task.load_from_checkpoint(checkpoint, map_location="cpu", trust=trust).eval()
+            model = Task.load_from_checkpoint(checkpoint, map_location="cpu", trust=trust)
     if checkpoint is not None and model is not None:
-        with _remark(remarks, "No test data"):
-            data = test_data(checkpoint)
-            sequence = first_sequence(model, data, length, carried="MemoryCarry" in run.settings.values())
-        if n:
-            parts += _samples(model, data, n, remarks)
-        if sequence is not None:
-            if n and (scored := token_bits(model, sequence)):
-                tokens = html.token_bits(scored, spaced=getattr(model, "tokenizer", None) is None)
-                parts += [html.heading("Tokens of a test sequence", 3), tokens]
-            attention = _attention(model, sequence)
+        with model.in_evaluation():
+            with _remark(remarks, "No test data"):
+                data = test_data(checkpoint)
+                sequence = first_sequence(model, data, length, carried="MemoryCarry" in run.settings.values())
+            if n:
+                parts += _samples(model, data, n, remarks)
+            if sequence is not None:
+                if n and (scored := token_bits(model, sequence)):
+                    tokens = html.token_bits(scored, spaced=getattr(model, "tokenizer", None) is None)
+                    parts += [html.heading("Tokens of a test sequence", 3), tokens]
+                attention = _attention(model, sequence)
     of = [html.note(f"Of {checkpoint.name}.")] if checkpoint is not None else []
     return [html.heading("Samples"), *of, *parts, *map(html.note, remarks), *attention]
 

@@ -49,6 +49,9 @@ class CheckpointConnector(_CheckpointConnector):
         """Restore the counters of the loops."""
         if self.trainer.state.fn != TrainerFn.FITTING:
             super().restore_loops()
+            if self.trainer.state.fn == TrainerFn.VALIDATING:  # logged at the step at which `fit` logged its validation
+                n_steps = self._loaded_checkpoint.get("global_step", 0)
+                self.trainer.fit_loop.epoch_loop._batches_that_stepped = max(n_steps - 1, 0)
             return
         if self._loaded_checkpoint.get("loops") is None:
             raise ValueError(_only_a_model("loops"))

@@ -19,6 +19,7 @@ from PIL import Image
 from torch import nn
 
 from lit_effattn import LSTM, Transformer
+from lit_effattn.analysis import report
 from lit_effattn.analysis.attention_pictures import attention_pictures, png
 from lit_effattn.analysis.charts import charts
 from lit_effattn.analysis.records import RunRecord
@@ -40,7 +41,7 @@ from lit_effattn.cli import main
 from lit_effattn.datamodules import IGNORE, LabelledBatch, PairBatch, SpeechBatch, TokenBatch
 from lit_effattn.nn.encoder_decoder import EncoderDecoder
 from lit_effattn.settings.defaults import split
-from lit_effattn.tasks import LanguageModel, PixelModel
+from lit_effattn.tasks import LanguageModel, PixelModel, Task
 from lit_effattn.tasks.options import ImageOptions, TextOptions
 from lit_effattn.tasks.predictions import write_lines
 from tests.analysis.test_sweep import CONFIG as SWEEP
@@ -292,6 +293,19 @@ def test_carried_memory_is_that_of_the_segments_before_and_bits_follow_from_it()
     expected = -log_probs[torch.arange(1, 3), targets[0, 10:]] / math.log(2)
     torch.testing.assert_close(log_probs.new_tensor([bits for _, bits in found]), expected)
     assert model.memory is None
+
+
+def test_a_page_has_the_memory_of_evaluation(monkeypatch: pytest.MonkeyPatch):
+    attention = partial(TransformerXLAttention, mem_len=2)
+    model = LanguageModel(Transformer(8, 2, 1, attention=attention), 5, eval_mem_len=7)
+    xl = next(module for module in model.modules() if isinstance(module, TransformerXLAttention))
+    lengths = []
+    tokens = torch.arange(4).view(1, 4)
+    monkeypatch.setattr(Task, "load_from_checkpoint", lambda *_, **__: model)
+    monkeypatch.setattr(report, "test_data", lambda _: loader(TokenBatch(tokens, tokens)))
+    monkeypatch.setattr(report, "token_bits", lambda *_: lengths.append(xl.mem_len))
+    report._of_checkpoint(Path(), Path("best.ckpt"), RunRecord(Path(), {}), 1, 4, ())
+    assert (lengths, xl.mem_len) == ([7], 2)
 
 
 @pytest.mark.parametrize("carried", [False, True])

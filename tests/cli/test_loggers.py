@@ -72,6 +72,8 @@ def recorder(monkeypatch: pytest.MonkeyPatch) -> type[Recorder]:
 def test_a_run_with_a_logger_of_ones_own_is_recorded_in_full(recorder: type[Recorder]):
     run = fit("--trainer.logger", "my_loggers.Recorder")
     assert_complete(run)
+    main(["validate", "--ckpt_path", str(last("runs")), "--trainer.logger", "my_loggers.Recorder"])
+    assert_complete(read_run(run.path))
     assert not (run.path / "tensorboard").exists()
     assert {name: steps for name, steps in recorder.metrics.items() if "bits" in name} == MEASURED
     assert "cost/seconds" in recorder.metrics

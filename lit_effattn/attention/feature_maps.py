@@ -59,6 +59,8 @@ class ReluFeatureMap(FeatureMap):
         floor: Constant that is added.
     """
 
+    magnifies = True  # all features of a query may be `floor`
+
     def __init__(self, head_dim: int, floor: float = 1e-3) -> None:
         super().__init__(head_dim)
         if not 0 <= floor < math.inf:

@@ -325,7 +325,7 @@ class InfiniteAttention(MemoryAttention):
             empty(dtype, self._reach, self.d_model),
             empty(full, self.n_basis, self.d_model),
             empty(full, self.n_bins if self.sticky and self.n_basis else 0),
-            2**20 * torch.arange(batch_size, device=device),
+            1_000_003 * torch.arange(batch_size, device=device),
             empty(torch.long),
             empty(full),
         )

@@ -107,7 +107,7 @@ class RandomFeatures(nn.Module):
         self.orthogonal = orthogonal
         self.norms: Norms = norms
         self.eps = _EPS.get(features, 0.0) if eps is None else eps
-        self.magnifies = features == "trigonometric"  # sums of numbers of either sign
+        self.magnifies = features in ("trigonometric", "relu")  # sums of either sign, or of features that may all be 0
         self.in_log_space = features in _LOG_SPACE
         """Whether `queries` and `keys` return logarithms."""
         self.stabilised = self.in_log_space and self.eps > 0

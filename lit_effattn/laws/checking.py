@@ -55,13 +55,13 @@ def check(
         >>> report.ok, [result.status for result in report.results]
         (True, ['ok', 'ok'])
     """
-    adapter = adapter_for(module)
-    if bitwise and laws is None:
-        laws = BITWISE
-    if unknown := adapter.bitwise - LAWS.keys():
-        raise ValueError(f"{adapter.name}: bitwise={sorted(unknown)} are not laws; there are {', '.join(LAWS)}")
-    subject = Subject(adapter, device, dtype, bitwise)
     with torch.random.fork_rng(devices=[]):  # the caller's random numbers stay as they are
+        adapter = adapter_for(module)
+        if bitwise and laws is None:
+            laws = BITWISE
+        if unknown := adapter.bitwise - LAWS.keys():
+            raise ValueError(f"{adapter.name}: bitwise={sorted(unknown)} are not laws; there are {', '.join(LAWS)}")
+        subject = Subject(adapter, device, dtype, bitwise)
         torch.manual_seed(0)
         results = [_result(law, subject, shrink_seconds) for law in chosen(laws)]
     return Report(adapter.name, results, str(subject.device), str(subject.dtype))

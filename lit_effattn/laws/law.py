@@ -6,6 +6,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from typing import ClassVar
 
 from lit_effattn.laws.comparison import Check, Difference, Tolerance, difference
@@ -61,7 +62,8 @@ class Trial:
     def __str__(self) -> str:
         parts = [f"batch {self.batch}", f"length {self.n}"]
         if len(self.way) > 1:
-            parts.append(f"split {' + '.join(map(str, self.way))}")
+            runs = [(n, len([*same])) for n, same in groupby(self.way)]
+            parts.append("split " + " + ".join(f"{k} × {n}" if k > 4 else " + ".join([str(n)] * k) for n, k in runs))
         if any(n != self.way[0] for n in self.lengths):
             parts.append(f"valid positions {list(self.lengths)}")
         return ", ".join(parts + ([self.variant] if self.variant else []))

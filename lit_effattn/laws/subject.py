@@ -120,7 +120,7 @@ class Subject:
     # -------------------------------------------------------------------------------------------------------- calls
 
     def call(self, x: Tensor, state: Any = None, lengths: Sequence[int] | None = None, module: Any = None) -> Any:
-        """Return outputs and state. A state that calls overwrite is copied before."""
+        """Return outputs and state."""
         module = self.module if module is None else module
         return self.adapter.call(module, x, state, None if lengths is None else self.lengths(lengths))
 

@@ -52,13 +52,14 @@ class LawSuite:
         cases = []
         for adapter in map(adapter_for, map(_plain, given)):
             subject = Subject(adapter)
-            tests: dict[tuple[str, ...], tuple[list[Tried], Sequence[Any]]] = {}
+            tests: dict[str, tuple[list[Tried], Sequence[Any]]] = {}
             for law in chosen(self.laws):
                 for variant in () if law.missing(subject) else law.variants(subject):
                     if (marks := self.marks(adapter, law, variant)) is not None:
-                        tests.setdefault(tuple(m.name for m in marks), ([], marks))[0].append((law, variant))
-            for names, (tried, marks) in tests.items():
-                cases.append(pytest.param((adapter, tried), id="-".join([adapter.name, *names]), marks=marks))
+                        tests.setdefault(repr([*marks]), ([], marks))[0].append((law, variant))
+            for tried, marks in tests.values():
+                name = "-".join([adapter.name, *(mark.name for mark in marks)])
+                cases.append(pytest.param((adapter, tried), id=name, marks=marks))
         metafunc.parametrize("law_case", cases)
 
     def test_laws(self, law_case: tuple[Adapter, list[Tried]]) -> None:

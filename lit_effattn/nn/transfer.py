@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from lit_effattn.hparams import spec
-from lit_effattn.nn.transformer import Block
+from lit_effattn.nn.transformer import Block, Transformer
 from lit_effattn.sequence import SequenceModule, State, accumulator
 
 
@@ -104,7 +104,8 @@ def begin_transfer(model: nn.Module, teacher: nn.Module) -> int:
         The number of blocks whose attention is trained.
 
     Raises:
-        ValueError: If the numbers of blocks differ, no attention differs, or one that differs is not causal.
+        ValueError: If the numbers of blocks differ, no attention differs, one that differs is not causal, or the models
+            give their attentions different inputs.
     """
     blocks, of_teacher = ([m for m in module.modules() if isinstance(m, Block)] for module in (model, teacher))
     if len(blocks) != len(of_teacher):
@@ -114,6 +115,17 @@ def begin_transfer(model: nn.Module, teacher: nn.Module) -> int:
         raise ValueError(
             "the model has the same attention as the teacher: name another with --model.backbone.attention"
         )
+    if any(block.attention_norms != other.attention_norms for block, other in pairs):
+        raise ValueError(
+            "norm_memory=True applies to the attention of one of the models alone, so their attentions get different "
+            "inputs; set --model.backbone.norm_memory false"
+        )
+    added, of_other = (_added_positions(m) for m in (model, teacher))
+    if added != of_other:
+        raise ValueError(
+            f"the model adds {added} to its inputs, the teacher {of_other}; set --model.backbone.positions to the "
+            "teacher's, null if it adds none"
+        )
     model.requires_grad_(False)
     for module in model.modules():
         if isinstance(module, nn.Dropout):
@@ -121,6 +133,11 @@ def begin_transfer(model: nn.Module, teacher: nn.Module) -> int:
     for block, other in pairs:
         block.attention = Transfer(block.attention.requires_grad_(True), other.attention)
     return len(pairs)
+
+
+def _added_positions(model: nn.Module) -> str:
+    stacks = [m for m in model.modules() if isinstance(m, Transformer)]
+    return ", ".join("no positions" if m.positions is None else type(m.positions).__name__ for m in stacks)
 
 
 def _drop_old(module: nn.Module, state_dict: dict[str, Any], prefix: str, _: Any) -> None:

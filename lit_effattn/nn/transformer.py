@@ -112,11 +112,11 @@ class Block(SequenceModule):
         self.norm = norm
         self.norm_1 = layer_norm(self.d_model)
         self.norm_2 = layer_norm(self.d_model)
-        self._attention_norms = False
+        self.attention_norms = False
         """Whether the attention applies `norm_1` itself."""
         if norm == "pre" and norm_memory and isinstance(attention, Attention) and attention.remembers_inputs:
             attention.normalise_with(self.norm_1)
-            self._attention_norms = True
+            self.attention_norms = True
         elif needs := attention.needs_norm if isinstance(attention, Attention) else "":
             raise ValueError(
                 f"{needs} with norm={norm!r} and norm_memory={norm_memory}: it needs the layer's inputs before the "
@@ -141,7 +141,7 @@ class Block(SequenceModule):
         own, source = state if isinstance(state, DecoderBlockState) else (state, None)
         cross, norm_cross = self.cross_attention, self.norm_cross
         if self.norm == "pre":  # x + f(norm(x))
-            y, own = self.attention(x if self._attention_norms else self.norm_1(x), own, lengths)
+            y, own = self.attention(x if self.attention_norms else self.norm_1(x), own, lengths)
             x = x + self.dropout(y)
             if cross is not None and norm_cross is not None:
                 y, source = cross(norm_cross(x), source, lengths)
@@ -372,7 +372,8 @@ class Transformer(SequenceModule):
         self.check(x, state, lengths)
         start, seen = self._counts(x, state, lengths)
         position = self._position(x, start, lengths)
-        x = self.dropout(self.input_norm(self._with_positions(self.positions, x, position)))
+        x = without_padding(self._with_positions(self.positions, x, position), lengths)  # as in `Block.forward`
+        x = self.dropout(self.input_norm(x))
         outputs, after = [], []
         states = [None] * len(self.blocks) if state is None else state.layers
         for i, (block, before) in enumerate(zip(self.blocks, states, strict=True)):

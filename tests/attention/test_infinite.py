@@ -10,7 +10,7 @@ from lit_effattn import Transformer, sequence
 from lit_effattn.attention import InfiniteAttention, SoftmaxAttention, long_term_memory
 from lit_effattn.laws.subject import stream
 from lit_effattn.nn.transformer import Block, FeedForward
-from lit_effattn.ops.continuous import normal_masses, width_divergence
+from lit_effattn.ops.continuous import jitter, normal_masses, width_divergence
 from tests.laws import definitions
 from tests.support.tensor_sizes import Largest, Made
 
@@ -218,6 +218,10 @@ def test_jitter_in_training_comes_from_the_state_alone():
     fresh = attention.reset(state, torch.tensor([True, False]))
     assert torch.equal(fresh.counter, state.counter)
     assert fresh.length.tolist() == [0, 24]
+
+
+def test_every_row_of_a_batch_has_other_jitter():
+    assert len(jitter(make(sticky=True).initial_state(64).counter, 1, torch.float64).unique()) == 64
 
 
 def test_the_gate_learns_from_detached_memories():

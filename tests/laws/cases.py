@@ -436,7 +436,7 @@ REMEMBER_INPUTS = [
 
 STACKS = [
     Case("Transformer-dealt", stack([SOFTMAX, LINEAR]), 4),
-    Case("Transformer-dealt-bidirectional", stack([SOFTMAX, LINEAR]), 4, causal=False),
+    Case("Transformer-dealt-bidirectional", stack([SOFTMAX, LINEAR], input_norm=True), 4, causal=False),
     Case("Transformer-rotary-post", stack([LINEAR, WINDOW], positions=RotaryPositions, norm="post"), 5),
     Case(
         "Transformer-concatenated",

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from lit_effattn.laws import LAWS, Adapter, BrokenLawError, LawSuite, check, tree
+from lit_effattn.laws import LAWS, Adapter, BrokenLawError, ContractAdapter, LawSuite, check, tree
 from lit_effattn.laws.comparison import TOLERANCES, Pair, difference
 from tests.laws.planted import Mixer, MixerAdapter
 from tests.laws.planted_sum import SumAdapter
@@ -54,8 +54,8 @@ def test_a_planted_bug_is_found_and_shrunk(bug: str):
 # The law that finds the bug, and its smallest case.
 BUGS_OF_SUM = {
     "detached state": ("carried-gradients", "batch 1, length 2, split 1 + 1, kept-none"),
-    "growing state": ("bounded", "batch 1, length 6, split 1 + 1 + 1 + 1 + 1 + 1"),
-    "constant state declared to grow": ("bounded", "batch 1, length 6, split 1 + 1 + 1 + 1 + 1 + 1"),
+    "growing state": ("bounded", "batch 1, length 6, split 6 × 1"),
+    "constant state declared to grow": ("bounded", "batch 1, length 6, split 6 × 1"),
     "half of a combination": ("combine", "batch 1, length 4, split 1 + 1 + 1 + 1"),
     "rows in order": ("select", "batch 2, length 2, split 1 + 1"),
     "lengths double the state": ("full-lengths", "batch 1, length 1"),
@@ -174,6 +174,57 @@ def test_bitwise_is_stricter():
     report = check(MixerAdapter(), bitwise=True)
     assert "segments" in {r.law for r in report.broken}  # the running maximum of a segment is another one
     assert check(MixerAdapter(), laws=["segments"]).ok
+
+
+@pytest.mark.parametrize(
+    ("options", "wrong", "status"),
+    [
+        ({}, 1, "broken"),
+        ({"magnifies": True}, 1, "ok"),
+        ({"magnifies": True}, 3, "broken"),
+        ({"magnifies": True}, -15, "broken"),
+        ({"jumps": True}, 9, "ok"),
+        ({"jumps": True}, 11, "broken"),
+    ],
+)
+def test_half_precision_may_be_off_in_a_share_of_the_outputs(options: dict[str, bool], wrong: int, status: str):
+    """`wrong` of 20 outputs are off, or the last ones. The first is 0 in both types."""
+
+    class Off(Constant):
+        def forward(self, x, state=None):
+            t = torch.arange(x.size(1))
+            off = (t % 20 < wrong) | (t >= x.size(1) + min(wrong, 0))
+            y = torch.where(t == 0, 0.0, x[..., 0])
+            return torch.where(off & (self.value.dtype == torch.float16), -y, y)[..., None] * 1.0, None
+
+    adapter = Adapter(partial(Off, 1.0), width=4, stateful=False, longest=400, **options)
+    assert [result.status for result in check(adapter, laws=["half-precision"]).results] == [status]
+
+
+def test_a_class_that_is_no_module_has_the_attributes_of_its_adapter():
+    class Sum:
+        d_model, bounded_by = 4, None
+
+        def __call__(self, x, state=None, lengths=None):
+            y = x.cumsum(1) + (0 if state is None else state[0][:, None])
+            return y, (y[:, -1],)
+
+        def initial_state(self, batch_size, max_len=None):
+            return (torch.zeros(batch_size, 4, dtype=torch.float64),)
+
+    class Jumping(ContractAdapter):
+        jumps = True
+
+    assert check(Sum, laws=["steps", "segments"]).ok
+    assert (Jumping(Sum).jumps, Jumping(Sum, jumps=False).jumps, ContractAdapter(Sum).jumps) == (True, False, False)
+
+
+def test_the_callers_random_numbers_stay():
+    torch.manual_seed(5)
+    check(partial(nn.GRU, 4, 4, batch_first=True), laws=["alone"])
+    drawn = torch.rand(1)
+    torch.manual_seed(5)
+    assert torch.equal(drawn, torch.rand(1))
 
 
 def test_bad_arguments_are_named():

@@ -6,12 +6,20 @@ import pytest
 import torch
 
 from lit_effattn import sequence
-from lit_effattn.attention import HedgehogFeatureMap, LinearAttention, SoftmaxAttention, WindowedLinearAttention
+from lit_effattn.attention import (
+    HedgehogFeatureMap,
+    InfiniteAttention,
+    LinearAttention,
+    SoftmaxAttention,
+    TransformerXLAttention,
+    WindowedLinearAttention,
+)
 from lit_effattn.nn.transfer import Transfer, begin_transfer
 from lit_effattn.nn.transformer import Transformer
 
 E, H = 8, 2
 WINDOW = partial(SoftmaxAttention, window=5)
+GPT2 = partial(InfiniteAttention, mem_len=0, segment_len=4, n_basis=4, widths=(0.2,), short_term="softmax")
 KINDS = [partial(LinearAttention, feature_map=HedgehogFeatureMap), partial(WindowedLinearAttention, window=2)]
 
 
@@ -117,6 +125,8 @@ def test_unsuitable_models_are_rejected():
         (WINDOW, {}, "the model has the same attention as the teacher"),
         (KINDS, {"n_layers": 3}, "the model has 2 blocks, but the teacher 3"),
         (LinearAttention, {"causal": False, "of_teacher": SoftmaxAttention}, "needs causal attention"),
+        (TransformerXLAttention, {"norm_memory": True, "positions": None}, "so their attentions get different inputs"),
+        ([WINDOW, GPT2], {"positions": "auto"}, "adds SinusoidalPositions to its inputs, the teacher no pos"),
     ]:
         model, _ = models(attention, **{**options, "n_layers": 2})
         _, teacher = models(attention, **options)

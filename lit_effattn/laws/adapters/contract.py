@@ -31,9 +31,11 @@ class ContractAdapter(Adapter):
     def __init__(self, module: nn.Module | Build, **options: Any) -> None:
         super().__init__(module, **options)
         made = self.make()
-        self.causal = bool(options.get("causal", getattr(made, "causal", True)))
+        parts = [*made.modules()] if isinstance(made, nn.Module) else [made]
+        if "causal" not in options:
+            self.causal = self.causal and bool(getattr(made, "causal", True))
         for name in {"jumps", "magnifies"} - options.keys():
-            setattr(self, name, any(getattr(part, name, False) for part in made.modules()))
+            setattr(self, name, getattr(self, name) or any(getattr(part, name, False) for part in parts))
 
     @staticmethod
     def call(module: Any, x: Tensor, state: Any = None, lengths: Tensor | None = None) -> tuple[Tensor, Any]:

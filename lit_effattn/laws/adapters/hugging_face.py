@@ -36,10 +36,11 @@ class HuggingFaceAdapter(Adapter):
         super().__init__(module, **options)
         model: Any = self.make().eval()
         self.vocabulary = options.get("vocabulary", model.config.get_text_config().vocab_size)
-        self.jumps = any("experts_per_tok" in name for name in vars(model.config.get_text_config()))
+        routes = any("experts_per_tok" in name for name in vars(model.config.get_text_config()))
+        self.jumps = options.get("jumps", routes)
         with torch.no_grad():
             _, (cache, _) = self.call(model, torch.ones(1, 2, dtype=torch.long))
-        self.stateful = cache is not None
+        self.stateful = options.get("stateful", cache is not None)
         takes = inspect.signature(model.forward).parameters
         if "attention_mask" not in takes or model.config.model_type == "rwkv":
             self.padding = None  # RWKV documents that it does not use the mask

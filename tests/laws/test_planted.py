@@ -294,6 +294,25 @@ def test_a_stack_shrinks_to_the_layer_with_the_bug():
     assert check(Stack("", ""), laws=["steps"]).ok
 
 
+def _cases(suite: LawSuite) -> list[Any]:
+    made: list[Any] = []
+    suite.pytest_generate_tests(SimpleNamespace(fixturenames=["law_case"], parametrize=lambda _, c: made.extend(c)))
+    return made
+
+
+def test_marks_with_other_arguments_make_other_tests():
+    class Suite(LawSuite):
+        adapter = MixerAdapter()
+
+        @classmethod
+        def marks(cls, adapter, law, variant):
+            return [pytest.mark.skipif(law.name == "alive", reason="tried elsewhere")]
+
+    alive, others = _cases(Suite())
+    assert [law.name for law, _ in alive.values[0][1]] == ["alive"]
+    assert len(others.values[0][1]) > 20
+
+
 def test_a_suite_names_each_law_that_fails(monkeypatch: pytest.MonkeyPatch):
     """In one test an adapter, for every planted bug."""
     monkeypatch.setattr("lit_effattn.laws.suite.SECONDS", 0)
@@ -307,8 +326,7 @@ def test_a_suite_names_each_law_that_fails(monkeypatch: pytest.MonkeyPatch):
         def marks(cls, adapter, law, variant):
             return () if law.name in (*dict(planted)[adapter], "alive") else None
 
-    made: list[Any] = []
-    Suite().pytest_generate_tests(SimpleNamespace(fixturenames=["law_case"], parametrize=lambda _, c: made.extend(c)))
+    made = _cases(Suite())
     assert [case.id for case in made] == [adapter.name for adapter in Suite.adapters]
     for case, (_, of_bug) in zip(made, planted, strict=True):
         with pytest.raises(AssertionError) as raised:

@@ -3,14 +3,16 @@
 import codecs
 import gzip
 import os
+import re
 import tempfile
 import zipfile
 import zlib
 from collections import deque
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
+from fnmatch import fnmatchcase
 from pathlib import Path, PurePosixPath
-from typing import TYPE_CHECKING, BinaryIO, NamedTuple
+from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple
 
 from lit_effattn.datamodules.common.faults import Fault, Faults
 from lit_effattn.datamodules.common.splits import SPLITS
@@ -90,34 +92,81 @@ def walk(root: Path, suffixes: tuple[str, ...] | None = None) -> Walked:
     return Walked(sorted(files), {reason: sorted(paths) for reason, paths in sorted(left_out.items())})
 
 
-def walk_splits(root: Path, suffixes: tuple[str, ...] | None = None) -> tuple[dict[str, list[Path]], Faults]:
+_SPLIT_NAMES = {
+    **dict.fromkeys(("train", "training"), "train"),
+    **dict.fromkeys(("val", "valid", "validation", "dev"), "val"),
+    **dict.fromkeys(("test", "testing"), "test"),
+}
+_INCIDENTAL = 10  # fewer than 1/10 of the files may have names of splits
+
+
+def walk_splits(
+    root: Path, suffixes: tuple[str, ...] | None = None, glob: str | None = None
+) -> tuple[dict[str, list[Path]], Faults]:
     """List the files of a folder as `walk` does, by its subfolders train, val and test, and what is left out.
 
     Without these subfolders all files are under the key "".
 
+    Args:
+        root: The folder.
+        suffixes: See `walk`.
+        glob: Pattern of the names to list, relative to the folder of their split; None: all.
+
     Raises:
         FileNotFoundError: If there is no such folder.
-        ValueError: If one or two of the three subfolders are missing.
+        ValueError: If one or two of the three subfolders are missing, or files have the names of splits, such as Train,
+            or ptb.train.txt and ptb.test.txt.
     """
     if not root.is_dir():
         raise FileNotFoundError(f"{shown(root)}: there is no such folder ({shown(root.resolve())})")
     walked = walk(root, suffixes)
-    if len(missing := [name for name in SPLITS if not (root / name).is_dir()]) == len(SPLITS):
-        return {"": walked.files}, walked.faults
-    if missing:
+    missing = [name for name in SPLITS if not (root / name).is_dir()]
+    if missing and len(missing) < len(SPLITS):
         raise ValueError(
             f"{shown(root.resolve())}: has subfolders train, val or test, but not {' and '.join(missing)}; add what is "
             "missing, or rename the existing ones to have all files divided"
         )
-    splits: dict[str, list[Path]] = {name: [] for name in SPLITS}
+    splits: dict[str, list[Path]] = {name: [] for name in ([""] if missing else SPLITS)}
     faults = walked.faults
     for path in walked.files:
-        name = path.relative_to(root).parts[0]
-        if name in splits:
-            splits[name].append(path)
-        else:
+        name = "" if missing else path.relative_to(root).parts[0]
+        if name not in splits:
             faults.add(Fault("beside the folders train, val and test", shown(path)))
+        elif glob is not None and not _matches(path.relative_to(root / name).parts, Path(glob).parts):
+            faults.add(Fault(f"not like glob={glob!r}", shown(path)))
+        else:
+            splits[name].append(path)
+    if missing:
+        _check_undivided(root, splits[""])
     return splits, faults
+
+
+def _matches(names: tuple[str, ...], patterns: tuple[str, ...]) -> bool:
+    """Return whether a path matches a pattern of `pathlib`, in which `**` matches any number of folders."""
+    if not (names and patterns):
+        return not names and patterns in ((), ("**",))
+    if patterns[0] == "**":
+        return _matches(names, patterns[1:]) or _matches(names[1:], patterns)
+    return fnmatchcase(names[0], patterns[0]) and _matches(names[1:], patterns[1:])
+
+
+def _check_undivided(root: Path, files: list[Path]) -> None:
+    """Raise ValueError if names of files or folders, in one folder, differ in the name of a split."""
+    named: dict[Any, dict[str, list[Path]]] = {}  # by folder and other words, and by split
+    for path in files:
+        parts = path.relative_to(root).parts
+        for depth, part in enumerate(parts):
+            words = re.findall(r"[^\W\d_]+", part.lower())
+            for word in (word for word in words if word in _SPLIT_NAMES):
+                others = parts[:depth], *(other for other in words if other != word)
+                named.setdefault(others, {}).setdefault(_SPLIT_NAMES[word], []).append(path)
+    for by_split in named.values():
+        if len(by_split) > 1 and _INCIDENTAL * sum(map(len, by_split.values())) >= len(files):
+            names = " and ".join(shown(by_split[split][0].relative_to(root)) for split in SPLITS if split in by_split)
+            raise ValueError(
+                f"{shown(root.resolve())}: {names} have names of splits; put them into folders train, val and test, or "
+                "rename them to have all files divided"
+            )
 
 
 def _not_listed(path: Path, suffixes: tuple[str, ...] | None) -> str | None:

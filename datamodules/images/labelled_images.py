@@ -15,7 +15,6 @@ from lit_effattn.datamodules.images import sources as image_sources
 from lit_effattn.datamodules.images.pixels import PixelDataset, PixelSequences
 
 _DIGITS = tuple("0123456789")
-_SPLIT_NAMES = {"train", "training", "val", "valid", "validation", "test", "testing"}
 _CLASSES = {
     "digits": _DIGITS,
     "mnist": _DIGITS,
@@ -114,8 +113,6 @@ def _class_folders(root: Path, splits: dict[str, list[Path]]) -> tuple[str, ...]
         if not name:
             raise ValueError(f"{path} has no class; put it into a subfolder named after its class, as cat/1.png")
         names.add(name)
-    if _SPLIT_NAMES.issuperset(map(str.lower, names)):
-        raise ValueError(f"{root}: {', '.join(sorted(names))} would be the classes; rename them to train, val and test")
     if len(names) < 2:
         raise ValueError(f"{root}: {', '.join(names)} is the only class; add a subfolder for each other class")
     return tuple(sorted(names))

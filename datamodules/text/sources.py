@@ -4,7 +4,6 @@ import sysconfig
 from codecs import BOM_UTF8
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
 from functools import partial
 from itertools import accumulate, pairwise
 from pathlib import Path
@@ -170,7 +169,7 @@ def files(root: Path, glob: str | None, column: str, *, whole_characters: bool) 
 
     Raises:
         FileNotFoundError: If there is no such file or folder, or no file matches.
-        ValueError: If there is too little to divide, or a subfolder is missing.
+        ValueError: If there is too little to divide, a subfolder is missing, or files have the names of splits.
     """
     if root.is_file() and not is_records(root.name):
         return one_file("files", root, whole_characters=whole_characters)
@@ -230,26 +229,15 @@ def unread(root: Path, glob: str | None) -> Faults:
 
 def _matching(root: Path, glob: str | None) -> tuple[dict[str, list[Path]], Faults]:
     """Return the files with text by split, and what is left out."""
-    splits, faults = walk_splits(root, _SUFFIXES if glob is None else None)
+    splits, faults = walk_splits(root, _SUFFIXES if glob is None else None, glob)
     matching: dict[str, list[Path]] = {name: [] for name in splits}
     for name, paths in splits.items():
         for path in paths:
-            if glob is not None and not _matches(path.relative_to(root / name).parts, Path(glob).parts):
-                faults.add(Fault(f"not like glob={glob!r}", shown(path)))
-            elif path.stat().st_size:
+            if path.stat().st_size:
                 matching[name].append(path)
             else:
                 faults.add(Fault("empty", shown(path)))
     return matching, faults
-
-
-def _matches(names: tuple[str, ...], patterns: tuple[str, ...]) -> bool:
-    """Return whether a path matches a pattern of `pathlib`, in which `**` matches any number of folders."""
-    if not (names and patterns):
-        return not names and patterns in ((), ("**",))
-    if patterns[0] == "**":
-        return _matches(names, patterns[1:]) or _matches(names[1:], patterns)
-    return fnmatchcase(names[0], patterns[0]) and _matches(names[1:], patterns[1:])
 
 
 def _non_empty(paths: Iterable[Path], root: Path) -> list[_Part]:

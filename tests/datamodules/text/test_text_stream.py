@@ -284,6 +284,27 @@ def test_folder_with_splits_of_its_own(tmp_path):
         ready(source="files", root=str(root))
 
 
+@pytest.mark.parametrize(
+    ("names", "rejected"),
+    [
+        (["ptb.train.txt", "ptb.valid.txt", "ptb.test.txt"], "ptb.train.txt and ptb.valid.txt and ptb.test.txt"),
+        (["train-0-of-2.jsonl", "train-1-of-2.jsonl", "dev-0-of-1.jsonl"], "train-0-of-2.jsonl and dev-0-of-1.jsonl"),
+        (["Train/a.txt", "Test/b.txt", "Test/c.txt"], "Train/a.txt and Test/b.txt"),
+        (["train.txt", "latest.txt", "testament.txt", "test-plan.txt"], None),
+        (["train.txt", "test.txt", *(f"{i}.txt" for i in range(20))], None),
+    ],
+)
+def test_names_of_splits_are_not_divided_by_name(tmp_path, names, rejected):
+    for name in names:
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text("a text")
+    if rejected is None:
+        assert text_sources.files(tmp_path, None, "text", whole_characters=False).splits["test"]
+        return
+    with pytest.raises(ValueError, match=f"{rejected} have names of splits; put them into folders train, val and test"):
+        text_sources.files(tmp_path, None, "text", whole_characters=False)
+
+
 def test_too_little_text_is_named(tmp_path):
     (tmp_path / "a.txt").write_text("")
     with pytest.raises(FileNotFoundError, match=f"{tmp_path}: no file with text in it ends in .txt, .jsonl"):

@@ -22,6 +22,7 @@ from lit_effattn.datamodules.pairs.base import Items, LengthBatched
 from lit_effattn.datamodules.pairs.sources import PairSource
 from lit_effattn.datamodules.text.text_stream import saved_tokenizer
 from lit_effattn.datamodules.text.token_store import replaced
+from lit_effattn.datamodules.text.tokenizers import ByteTokenizer, check_vocabulary_state, vocabulary_state
 
 _MIN_WITH_HEADER = 10  # texts in which a header is recognised
 _SHOWN = 10  # classes that a message names
@@ -109,6 +110,7 @@ class LabelledTexts(LengthBatched):
         self._options = root, path, subset
         self.max_len = max_len
         self.packed = packed
+        self._tokenizer_of = tokenizer_of
         self._tokenizer = None if tokenizer_of is None else saved_tokenizer(tokenizer_of)
 
     @property
@@ -221,6 +223,18 @@ class LabelledTexts(LengthBatched):
         for split in splits:
             if faults := self.left_out[split]:
                 rank_zero_warn(f"{split}: {len(faults)} are left out:\n  {faults}")
+
+    def state_dict(self) -> dict[str, str]:
+        """Return a description and a digest of the vocabulary."""
+        return vocabulary_state(self._tokenizer or ByteTokenizer())
+
+    def load_state_dict(self, state_dict: dict[str, str]) -> None:
+        """Check that the checkpoint has the same vocabulary.
+
+        Raises:
+            ValueError: If the vocabularies differ. The message describes both.
+        """
+        check_vocabulary_state(state_dict, f"tokenizer_of={self._tokenizer_of!r}", self._tokenizer or ByteTokenizer())
 
     def _items(self, split: str) -> "LabelledBytes":
         if self._reads_own_texts:

@@ -1,6 +1,5 @@
 """Aligned pairs of sequences, such as sentences and their translations, for sequence-to-sequence models."""
 
-import hashlib
 from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
@@ -22,7 +21,13 @@ from lit_effattn.datamodules.pairs.base import Items, LengthBatched
 from lit_effattn.datamodules.pairs.pronunciations import cmudict
 from lit_effattn.datamodules.pairs.sources import PairSource
 from lit_effattn.datamodules.pairs.store import PairStore, SplitPairs, Tokenizers, Vocabularies, tokenized_pairs
-from lit_effattn.datamodules.text.tokenizers import ByteTokenizer, Tokenizer, check_vocabulary
+from lit_effattn.datamodules.text.tokenizers import (
+    ByteTokenizer,
+    Tokenizer,
+    check_vocabulary,
+    check_vocabulary_state,
+    vocabulary_state,
+)
 
 _SHOWN = 40  # characters of a text that a message shows
 
@@ -251,12 +256,9 @@ class SequencePairs(LengthBatched):
         return SourceItems(self._lines, tokenizers)
 
     def state_dict(self) -> dict[str, str]:
-        """Return both vocabularies, and a digest of them."""
-        return {
-            "source_tokenizer": self.source_tokenizer,
-            "target_tokenizer": self.target_tokenizer,
-            "digest": _digest(self._tokenizers),
-        }
+        """Return both vocabularies, and a description and a digest of them."""
+        specs = {"source_tokenizer": self.source_tokenizer, "target_tokenizer": self.target_tokenizer}
+        return {**specs, **vocabulary_state(*self._tokenizers)}
 
     def load_state_dict(self, state_dict: dict[str, str]) -> None:
         """Check that the checkpoint has the same vocabularies; for the user's own texts, take them from it.
@@ -264,15 +266,13 @@ class SequencePairs(LengthBatched):
         Raises:
             ValueError: If the vocabularies differ. The message describes them.
         """
-        loaded = Tokenizers(*(Tokenizer.from_spec(state_dict[f"{side}_tokenizer"]) for side in ("source", "target")))
+        specs = [str(state_dict.get(f"{side}_tokenizer")) for side in ("source", "target")]
+        loaded = Tokenizers(*map(Tokenizer.from_spec, specs))
         if self._reads_own_texts:
             self._loaded = loaded
-        elif state_dict["digest"] != _digest(self._tokenizers):
-            raise ValueError(
-                f"the checkpoint's tokens are {_described(loaded)} (digest {state_dict['digest']}), but those of "
-                f"corpus={self.corpus!r} are {_described(self._tokenizers)} (digest {_digest(self._tokenizers)}): the "
-                "same number means another token; use the pairs and the settings that the checkpoint was trained with"
-            )
+        else:
+            described = {**state_dict, "vocabulary": vocabulary_state(*loaded)["vocabulary"]}
+            check_vocabulary_state(described, f"corpus={self.corpus!r}", *self._tokenizers)
 
 
 class PairItems(Items):
@@ -346,15 +346,6 @@ def _padded(rows: list[np.ndarray], border: int) -> tuple[Tensor, Tensor]:
     """Return rows of tokens with `border` at their ends and in the padding, (B, N), and their lengths, (B,)."""
     ended = [torch.from_numpy(np.append(row, border)) for row in rows]  # int64, the type of `border`
     return pad_sequence(ended, batch_first=True, padding_value=border), torch.tensor([len(row) for row in ended])
-
-
-def _described(tokenizers: Tokenizers) -> str:
-    return f"{tokenizers.source!r} to {tokenizers.target!r}"
-
-
-def _digest(tokenizers: Tokenizers) -> str:
-    specs = "\n".join(tokenizer.to_json() for tokenizer in tokenizers)
-    return hashlib.sha256(specs.encode()).hexdigest()[:16]
 
 
 def _check_options(corpus: str, **options: Any) -> None:

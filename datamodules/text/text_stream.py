@@ -1,6 +1,5 @@
 """Text in parallel streams, for language models with a memory."""
 
-import hashlib
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -26,7 +25,14 @@ from lit_effattn.datamodules.text.streams import (
 )
 from lit_effattn.datamodules.text.token_store import TokenStore
 from lit_effattn.datamodules.text.tokenization import tokenized
-from lit_effattn.datamodules.text.tokenizers import KINDS, ByteTokenizer, Tokenizer, check_vocabulary
+from lit_effattn.datamodules.text.tokenizers import (
+    KINDS,
+    ByteTokenizer,
+    Tokenizer,
+    check_vocabulary,
+    check_vocabulary_state,
+    vocabulary_state,
+)
 
 
 class _Source(NamedTuple):
@@ -291,7 +297,7 @@ class TextStream(DataModule):
 
     def state_dict(self) -> dict[str, str]:
         """Return a description and a digest of the vocabulary."""
-        return {"vocabulary": repr(self._tokenizer), "digest": self._vocabulary_digest()}
+        return vocabulary_state(self._tokenizer)
 
     def load_state_dict(self, state_dict: dict[str, str]) -> None:
         """Check that the checkpoint has the same vocabulary.
@@ -299,18 +305,7 @@ class TextStream(DataModule):
         Raises:
             ValueError: If the vocabularies differ. The message describes both.
         """
-        for name in ("vocabulary", "digest"):
-            if not isinstance(state_dict.get(name), str):
-                raise ValueError(f"the checkpoint's state of the data must have a text as {name}")
-        if state_dict["digest"] != self._vocabulary_digest():
-            raise ValueError(
-                f"the checkpoint's tokens are {state_dict['vocabulary']} (digest {state_dict['digest']}), but those of "
-                f"source={self.source!r} are {self._tokenizer!r} (digest {self._vocabulary_digest()}): the same number "
-                "means another token; use the text and the settings that the checkpoint was trained with"
-            )
-
-    def _vocabulary_digest(self) -> str:
-        return hashlib.sha256(self.tokenizer.encode()).hexdigest()[:16]
+        check_vocabulary_state(state_dict, f"source={self.source!r}", self._tokenizer)
 
 
 def _check_options(source: str, **options: Any) -> None:

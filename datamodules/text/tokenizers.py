@@ -1,6 +1,7 @@
 """Tokenizers: bytes, characters, words, byte-pair encoding, those of pretrained models, and token numbers."""
 
 import codecs
+import hashlib
 import json
 import os
 import re
@@ -583,6 +584,31 @@ KINDS: dict[str, type[Tokenizer]] = {
 """The tokenizers that are learnt from texts."""
 
 _LEAST = {"words": 3, "bpe": 257}  # size of a vocabulary: a word, <unk> and <start>; all bytes and <start>
+
+
+def vocabulary_state(*vocabularies: Tokenizer) -> dict[str, str]:
+    """Return a description and a digest of vocabularies, for a checkpoint."""
+    specs = "\n".join(tokenizer.to_json() for tokenizer in vocabularies)
+    described = " to ".join(map(repr, vocabularies))
+    return {"vocabulary": described, "digest": hashlib.sha256(specs.encode()).hexdigest()[:16]}
+
+
+def check_vocabulary_state(saved: Mapping[str, Any], option: str, *vocabularies: Tokenizer) -> None:
+    """Check that a checkpoint, which `saved` is of, has the vocabularies of data that are described by an option.
+
+    Raises:
+        ValueError: If the vocabularies differ. The message describes both.
+    """
+    state = vocabulary_state(*vocabularies)
+    for name in state:
+        if not isinstance(saved.get(name), str):
+            raise ValueError(f"the checkpoint's state of the data must have a text as {name}")
+    if saved["digest"] != state["digest"]:
+        raise ValueError(
+            f"the checkpoint's tokens are {saved['vocabulary']} (digest {saved['digest']}), but those of {option} are "
+            f"{state['vocabulary']} (digest {state['digest']}): the same number means another token; use the data and "
+            "the settings that the checkpoint was trained with"
+        )
 
 
 def check_vocabulary(vocab_size: int | None, **tokens: str) -> None:

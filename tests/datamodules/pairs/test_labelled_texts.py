@@ -198,6 +198,10 @@ def test_a_file_of_texts_replaces_the_corpus_in_prediction(tmp_path):
     data = ready("predict", root="nowhere", source_file=str(path), tokenizer_of=checkpoint)
     with pytest.warns(UserWarning, match="1 of 2 lines have characters .* lacks, which it reads as <unk>: 'z'"):
         data.predict_dataloader()
+    LabelledTexts("nowhere", tokenizer_of=checkpoint).load_state_dict(data.state_dict())
+    save_tokenizer(tmp_path / "m.ckpt", letters.replace("ux", "xu"))
+    with pytest.raises(ValueError, match=r"tokens are characters, .*tokenizer_of='.*m.ckpt' are characters, a voc"):
+        LabelledTexts("nowhere", tokenizer_of=checkpoint).load_state_dict(data.state_dict())
 
 
 @pytest.mark.parametrize(

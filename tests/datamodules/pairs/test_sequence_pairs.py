@@ -575,6 +575,9 @@ def test_another_vocabulary_is_refused(tmp_path):
         ):
             tsv(tmp_path, **options | changed).load_state_dict(state)
     assert {type(value) for value in state.values()} == {str}
+    for name in ("source_tokenizer", "digest"):
+        with pytest.raises(ValueError, match=r"does not describe a tokenizer|must have a text as digest"):
+            same.load_state_dict({**state, name: None})
 
 
 @pytest.mark.filterwarnings("ignore")

@@ -135,6 +135,8 @@ def _check_file(path: Path) -> None:
     with path.open("rb") as file:  # raises OSError without read permission
         if not file.read(1):
             raise AudioError.of(path, "empty", "the file is empty; get it again, or leave it out")
+    if path.suffix.lower() == ".raw":  # soundfile goes by the name
+        raise AudioError.of(path, "unreadable", "a .raw file has no header; convert it to WAV")
 
 
 def _part(path: Path, file: soundfile.SoundFile, start: float, duration: float | None) -> tuple[int, int]:
@@ -227,29 +229,30 @@ def stream_pipe(file: BinaryIO, sample_rate: int, block: int) -> Iterator[Tensor
         AudioError: If it is a file of another kind, the header states another format or is damaged, or there are fewer
             samples than the header states.
     """
-    held, left = file.read(12), math.inf
+    held, stated = file.read(12), math.inf
     if held[:4] == b"RIFF" and held[8:] == b"WAVE":
-        held, left = b"", _after_wav_header(file, sample_rate)
+        held, stated = b"", _after_wav_header(file, sample_rate)
     else:
         mpeg, _ = mpeg_frame(held)
         held += file.read(mpeg or (64 if _is_text(held) else 0))
         if kind := _kind(held, mpeg):
             message = f"this is {kind}; a pipe takes WAV of 16 bits or its samples alone: {_REMEDY.format(sample_rate)}"
             raise AudioError.of(_PIPE, "other format", message)
-    stated, n = left, 0
-    while left > 1:
-        size = int(min(2 * block, left))
+    n = 0  # bytes of the samples so far
+    while n + 1 < stated:
+        size = int(min(2 * block, stated - n))
         held += file.read(max(0, size - len(held)))
         data, held = held[: min(size, len(held)) // 2 * 2], held[size:]
-        if not data:
-            if not n:
-                raise AudioError.of(_PIPE, "empty", "it has no samples; start the program that sends them")
-            if left < math.inf:
-                message = f"it ended after {n // 2} of {stated // 2} samples; it was cut off: send it again"
-                raise AudioError.of(_PIPE, "unreadable", message)
-            return
-        yield torch.frombuffer(bytearray(data), dtype=torch.int16).float() / 2**15
-        left, n = left - size, n + len(data)
+        if data:
+            yield torch.frombuffer(bytearray(data), dtype=torch.int16).float() / 2**15
+        n += len(data)
+        if len(data) < size // 2 * 2:
+            break
+    if not n:
+        raise AudioError.of(_PIPE, "empty", "it has no samples; start the program that sends them")
+    if n + 1 < stated < math.inf:
+        message = f"it ended after {n // 2} of {stated // 2} samples; it was cut off: send it again"
+        raise AudioError.of(_PIPE, "unreadable", message)
 
 
 def _kind(head: bytes, mpeg: int) -> str | None:

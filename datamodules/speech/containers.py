@@ -10,7 +10,8 @@ import soundfile
 ENDLESS = 0x7F000000
 """A stated number of bytes from which on the length is unknown: programs that write into a pipe state 2³¹ or so."""
 
-_TOLERANCE = 0.15  # seconds that may differ: some programs count the header, and MP3 encoders add up to 4 frames
+_TOLERANCE = 0.15  # seconds that may differ: some programs count the header
+_MP3_TOLERANCE = 5 * 576  # samples that may differ: encoders add up to 4 frames at rates below 16 kHz
 _LARGEST_PAGE = 65_307  # bytes, of Ogg
 _KBIT_1 = (32, 40, 48, 56, 64, 80, 96, 112, 128, 160, 192, 224, 256, 320)  # per second, layer III of MPEG-1
 _KBIT_2 = (8, 16, 24, 32, 40, 48, 56, 64, 80, 96, 112, 128, 144, 160)  # of MPEG-2 and 2.5
@@ -31,12 +32,13 @@ def wrong_length(path: Path, file: soundfile.SoundFile) -> str | None:
     if file.frames > 2**60:
         return "its header does not state its length, since it was written to a pipe; convert it to WAV or FLAC"
     remedy = "it was cut off; get it again"
-    stated, actual = file.frames, file.frames
+    stated, actual, tolerance = file.frames, file.frames, _TOLERANCE * file.samplerate
     if file.format == "OGG":
         return _wrong_end(path)
     if file.format == "MP3":
         status = path.stat()
         actual = _mpeg_samples(path, status.st_size, status.st_mtime_ns) or stated
+        tolerance = max(tolerance, _MP3_TOLERANCE)
         remedy = "it was cut off, or has a variable bit rate without a Xing header; convert it to WAV or FLAC"
     elif file.format == "NIST":
         with path.open("rb") as header:
@@ -45,7 +47,7 @@ def wrong_length(path: Path, file: soundfile.SoundFile) -> str | None:
         stated = actual * int(sizes[1]) // max(1, int(sizes[2]))
     elif counts := _SHORTENED_RF64.search(log):
         stated = int(counts[2])
-    if abs(stated - actual) > _TOLERANCE * file.samplerate:
+    if abs(stated - actual) > tolerance:
         seconds = f"its header states {stated / file.samplerate:.2f} s, but it has {actual / file.samplerate:.2f} s"
         return f"{seconds}; {remedy}"
     return None

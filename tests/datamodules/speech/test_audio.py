@@ -163,6 +163,7 @@ def test_what_cannot_be_used_is_named(tmp_path):
         ("a.wav", sound(noise(99), 48_001), "odd sampling rate", "48001 Hz and sample_rate=16000 have no simple ratio"),
         ("a.ogg", of_200_mhz, "odd sampling rate", "200000000 Hz are more than 192000; convert it"),
         ("a" * 300, lambda path: path, "unreadable", "cannot be opened .*too long"),
+        ("a.RAW", content(b"hello" * 100), "unreadable", "a .raw file has no header; convert it to WAV"),
         ("a.wv1", shortened, "unreadable", "sph2pipe"),
         ("a.ogg", two_oggs, "cut off", "it has several Ogg streams"),
         ("a.flac", flac_of_a_pipe, "cut off", "its header does not state its length"),
@@ -218,6 +219,10 @@ def test_whole_files_are_read_whole(tmp_path):
     tag = b"ID3\x03\0\0\0\0\x07\x74" + b"\xff\xf3\x18\xc4" * 253  # 1,012 bytes, which look like frames
     path.write_bytes(tag + mp3 + b"TAG" + bytes(125))
     assert len(read_audio(path)) == 2 * RATE
+    for rate in (8000, 11_025, 12_000):  # a frame of MP3 lasts longer
+        for mode in ("CONSTANT", "VARIABLE"):
+            write(path, samples, rate, bitrate_mode=mode, compression_level=0.0)
+            assert len(read_audio(path, sample_rate=rate)) == 2 * RATE
     path.write_bytes(wav(samples))
     assert (read_audio(path).numpy() * 2**15 == samples).all()
 
@@ -298,5 +303,6 @@ def test_a_pipe_of_something_else_is_refused(tmp_path):
         data = write(tmp_path / f"a.{kind}", tone(1), **options).read_bytes()
         cases.append((data, f"this is {kind}; a pipe takes WAV of 16 bits .*ffmpeg -i - -ac 1 -ar 16000"))
     for data, message in cases:
-        with pytest.raises(AudioError, match=f"standard input: .*{message}"):
-            list(stream_pipe(Pipe(data), RATE, 300))
+        for block in (300, 1000):
+            with pytest.raises(AudioError, match=f"standard input: .*{message}"):
+                list(stream_pipe(Pipe(data), RATE, block))

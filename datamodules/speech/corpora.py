@@ -83,6 +83,8 @@ def _manifest_line(where: str, fields: Any, folder: Path, spoken: bool) -> Manif
     audio = _string(fields, "audio_filepath")
     if audio is None:
         raise ValueError("lacks audio_filepath, the name of a file")
+    if "\0" in audio:
+        raise ValueError(f"audio_filepath={audio!r:.50} can't be the name of a file")
     start = _seconds(fields, "offset") or 0.0
     duration = _seconds(fields, "duration")
     if duration == 0:
@@ -90,7 +92,7 @@ def _manifest_line(where: str, fields: Any, folder: Path, spoken: bool) -> Manif
     phones, text = _phones(fields.get("phonemes")), _string(fields, "text") if spoken else None
     if spoken and phones is None and text is None:
         raise ValueError("has neither text nor phonemes")
-    name = _string(fields, "id") or (f"{audio}:{start:g}" if start else audio)
+    name = _string(fields, "id") or (f"{audio}:{start!r}" if start else audio)
     speaker = _string(fields, "speaker")
     return ManifestLine(where, Utterance(name, folder / audio, speaker, phones, start, duration), text)
 
@@ -211,9 +213,12 @@ class ManifestCorpus(SpeechCorpus):
         """
         if self.lexicon is not None:
             self.lexicon.check()
-        parts = {split: {(u.audio, u.start) for u in self.utterances(split)} for split in self.manifests}
+        trained: dict[str, list[Utterance]] = {}
+        for u in self.utterances("train"):
+            trained.setdefault(os.path.realpath(u.audio), []).append(u)
         for split in ("val", "test"):
-            if n := len(parts[split] & parts["train"]):
+            utterances = self.utterances(split)
+            if n := sum(any(_overlap(u, t) for t in trained.get(os.path.realpath(u.audio), ())) for u in utterances):
                 rank_zero_warn(f"{self.manifests[split]}: {n:,} recordings are in the training manifest, too")
         _ = self.folded  # raises if the folding is invalid
 
@@ -261,6 +266,11 @@ class ManifestCorpus(SpeechCorpus):
         return utterances
 
 
+def _overlap(a: Utterance, b: Utterance) -> bool:
+    """Return whether two utterances of one file share a part of it."""
+    return all(u.duration is None or v.start < u.start + u.duration for u, v in ((a, b), (b, a)))
+
+
 class LibriSpeechCorpus(SpeechCorpus):
     """LibriSpeech (Panayotov et al. 2015), with words mapped to phones by a lexicon.
 
@@ -294,7 +304,7 @@ class LibriSpeechCorpus(SpeechCorpus):
         self._read: dict[str, list[Utterance]] = {}
 
     def prepare(self) -> None:
-        """Check that the subsets and the lexicon exist.
+        """Check that the subsets and the lexicon exist. Warn if a subset is in train and in val or test.
 
         Raises:
             FileNotFoundError: If one is missing. The message says where to get it.
@@ -307,12 +317,15 @@ class LibriSpeechCorpus(SpeechCorpus):
                 f"{', '.join(f'{subset}.tar.gz' for subset in missing)} from https://www.openslr.org/12 and unpack "
                 f"them to have {self._folder(missing[0]).resolve()}"
             )
+        for split in ("val", "test"):
+            if both := set(self.subsets[split]) & set(self.subsets["train"]):
+                rank_zero_warn(f"{split}: {' and '.join(sorted(both))} of LibriSpeech are in train, too")
 
     def utterances(self, split: str) -> list[Utterance]:
         """Return the utterances of "train", "val" or "test".
 
         Raises:
-            FileNotFoundError: If a subset is missing, or an utterance has no transcript.
+            FileNotFoundError: If a subset is missing, or a recording has no transcript.
             ValueError: If a subset is empty.
         """
         if split not in self._read:
@@ -333,13 +346,18 @@ class LibriSpeechCorpus(SpeechCorpus):
     def _spoken(self, subset: str) -> list[tuple[Utterance, str]]:
         if not self._folder(subset).is_dir():
             self.prepare()
-        spoken = []
-        for path in walk(self._folder(subset), (".trans.txt",)).files:
+        spoken, files = [], walk(self._folder(subset), (".trans.txt", ".flac")).files
+        for path in (path for path in files if path.suffix == ".txt"):
             for line in read_text(path).splitlines():
                 name, _, text = line.partition(" ")
                 spoken.append((Utterance(name, path.with_name(f"{name}.flac"), name.partition("-")[0]), text))
         if not spoken:
             raise ValueError(f"{self._folder(subset)}: has no transcripts, *.trans.txt; unpack it again")
+        known = {utterance.audio for utterance, _ in spoken}
+        if lacking := [path for path in files if path.suffix == ".flac" and path not in known]:
+            raise FileNotFoundError(
+                f"{lacking[0]}: has no transcript ({len(lacking)} of {subset} have none); unpack {subset} again"
+            )
         return sorted(spoken, key=lambda pair: pair[0].id)
 
 

@@ -37,7 +37,7 @@ def test_lines_of_a_manifest(tmp_path: Path):
         tmp_path / "m" / "x.jsonl",
         line(text="hello"),
         "",
-        line("b/c.flac", phonemes="a b", speaker=7, offset=2.25, duration=1),
+        line("b/c.flac", phonemes="a b", speaker=7, offset=12345.25, duration=1),
         line("/d.wav", phonemes=["a", "ʃ"], id="d", lang="en", duration=None),
         line("b/c.flac", text="x", phonemes="b"),
     )
@@ -45,7 +45,7 @@ def test_lines_of_a_manifest(tmp_path: Path):
     assert [x.where for x in found] == [f"{path}:{i}" for i in (1, 3, 4, 5)]
     assert [x.text for x in found] == ["hello", None, None, "x"]
     utterances = [x.utterance for x in found]
-    assert [u.id for u in utterances] == ["a.wav", "b/c.flac:2.25", "d", "b/c.flac"]
+    assert [u.id for u in utterances] == ["a.wav", "b/c.flac:12345.25", "d", "b/c.flac"]
     assert [u.audio for u in utterances] == [
         tmp_path / "m/a.wav",
         tmp_path / "m/b/c.flac",
@@ -54,7 +54,7 @@ def test_lines_of_a_manifest(tmp_path: Path):
     ]
     assert [u.phones for u in utterances] == [None, ("a", "b"), ("a", "ʃ"), ("b",)]
     assert [u.speaker for u in utterances] == [None, "7", None, None]
-    assert [(u.start, u.duration) for u in utterances] == [(0, 1.5), (2.25, 1), (0, None), (0, 1.5)]
+    assert [(u.start, u.duration) for u in utterances] == [(0, 1.5), (12345.25, 1), (0, None), (0, 1.5)]
 
 
 def test_bad_lines_are_named(tmp_path: Path):
@@ -78,6 +78,7 @@ def test_bad_lines_are_named(tmp_path: Path):
         (line(text="x", duration=0), "duration=0 must be more than 0"),
         ('{"audio_filepath": "a.wav", "text": "x", "offset": 1e400}', "offset=inf must be a number"),
         (line(text="x", offset=10**400), "offset=10{20,49} must be a number"),
+        (line("a\0.wav", text="x"), r"audio_filepath='a\\x00\.wav' can't be the name of a file"),
         (line("\ud800.wav", text="x"), r"has half of a character, '\\ud800'"),
         *numbers,
         *names,
@@ -118,9 +119,20 @@ def test_a_manifest_in_another_encoding(tmp_path: Path):
 
 
 def test_recordings_that_are_trained_and_scored_on_are_counted(tmp_path: Path):
-    lines = {"train": [line(), line("b.wav")], "val": [line("c.wav"), line("b.wav")], "test": [line("b.wav", offset=2)]}
+    (tmp_path / "link.wav").symlink_to("b.wav")
+    (tmp_path / "val").mkdir()
+    lines = {
+        "train": [line(), line("b.wav")],
+        "val/val": [
+            line("c.wav"),
+            line("../b.wav"),
+            line(str(tmp_path / "a.wav"), offset=1),
+            line("../link.wav", id="l"),
+        ],
+        "test": [line("b.wav", offset=1.5)],
+    }
     paths = [manifest(tmp_path / f"{s}.jsonl", *(x | {"phonemes": "a"} for x in of)) for s, of in lines.items()]
-    with pytest.warns(UserWarning, match=r"val\.jsonl: 1 recordings are in the training manifest, too") as warned:
+    with pytest.warns(UserWarning, match=r"val\.jsonl: 3 recordings are in the training manifest, too") as warned:
         ManifestCorpus(*paths).prepare()
     assert len(warned) == 1
 
@@ -213,6 +225,11 @@ def test_librispeech(tmp_path: Path):
     assert corpus.phones == spaced("AH0 D ER1 HH IY1 L OW1 R W")
     with pytest.warns(UserWarning, match=r"LibriSpeech test-clean: 1 of 2 .*FOO"):
         assert len(corpus.utterances("test")) == 1
+    with pytest.warns(UserWarning, match="val: train-clean-100 of LibriSpeech are in train, too"):
+        LibriSpeechCorpus(str(tmp_path), lexicon(tmp_path), val=("dev-clean", "train-clean-100")).prepare()
+    (tmp_path / "LibriSpeech/dev-clean/84/1/84-1-0001.flac").touch()
+    with pytest.raises(FileNotFoundError, match=r"84-1-0001\.flac: has no transcript \(1 of dev-clean"):
+        corpus.utterances("val")
     message = r"lacks LibriSpeech's dev-other: get dev-other\.tar\.gz from .*openslr\.org/12"
     corpus = LibriSpeechCorpus(str(tmp_path), lexicon(tmp_path), val=("dev-other",))
     for call in (corpus.prepare, lambda: corpus.utterances("val")):

@@ -73,6 +73,11 @@ class LengthBatched(DataModule):
             raise ValueError(f"sources={sources} and source_file={source_file!r} were both given; give only one")
         if sources is not None and not (sources and all(source.strip() for source in sources)):
             raise ValueError(f"sources={sources} must be texts that are not empty; give at least one")
+        for source in sources or ():
+            try:
+                source.encode()
+            except UnicodeEncodeError as error:
+                raise ValueError(f"sources: {source!a} is not UTF-8; give the text in UTF-8") from error
 
     def setup(self, stage: str) -> None:
         """Read the items of a stage, and report the numbers of those that are used and left out.

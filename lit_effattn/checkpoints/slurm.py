@@ -15,6 +15,7 @@ from typing import Any
 
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
+from lit_effattn.checkpoints.files import whole
 from lit_effattn.checkpoints.runs import LAST, PREVIOUS, is_checkpoint, run_folders, run_of, small_text
 
 JOB_FILE = "slurm_job"
@@ -36,7 +37,8 @@ def launch() -> str | None:
 def record_job(run: Path, args: list[str]) -> None:
     """Write the job's number, the arguments of the command and torchrun's id into the folder of its run."""
     if job() is not None or launch() is not None:
-        (run / JOB_FILE).write_text(json.dumps([job(), args, launch()]), encoding="utf-8")
+        with whole(run / JOB_FILE) as part:
+            part.write_text(json.dumps([job(), args, launch()]), encoding="utf-8")
 
 
 def interrupted_checkpoint(root: Path, args: list[str]) -> Path | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -19,7 +20,7 @@ from jsonargparse.typing import register_type
 from lightning.pytorch.callbacks import LearningRateMonitor
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from lightning.pytorch.strategies import ModelParallelStrategy
-from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_only
+from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_only, rank_zero_warn
 
 import lit_effattn.attention
 import lit_effattn.attention.positions
@@ -50,6 +51,7 @@ from lit_effattn.cli.parser import Parser, integers_first
 from lit_effattn.cli.prepare import prepare
 from lit_effattn.cli.threads import few_threads
 from lit_effattn.distributed.sharding import ShardedStrategy
+from lit_effattn.hparams import flat
 from lit_effattn.nn.transfer import begin_transfer
 from lit_effattn.settings.arguments import Arguments
 from lit_effattn.settings.building import Builder, build_data
@@ -245,6 +247,8 @@ class CLI(LightningCLI):
         # `parser` would parse all settings a second time, and LightningCLI has no public name for a command's parser.
         of_command: Any = self._parser(command)
         parsed = of_command.parse(args[1:], self.arguments, self.resolved.run)
+        if self.resolved.takes_inputs is not None:  # jsonargparse copies a list once for each of its items
+            parsed.data.init_args[self.resolved.takes_inputs] = self.arguments.inputs
         seed = parsed.seed_everything
         if not 0 <= seed < 2**32:
             raise ValueError(f"--seed_everything {seed} must be from 0 to {2**32 - 1}; true: a random one")
@@ -309,11 +313,38 @@ class CLI(LightningCLI):
             saved = saved_model(self._content)
             trainer = section(self.resolved.run or {}, "trainer")
             check_kept_settings({"trainer": trainer, **({"model": saved} if saved else {})}, self.settings)
+        if self.arguments.files and self.resolved.run is not None and not self.resolved.requeued:
+            self._warn_of_replaced(self.resolved.run)
+
+    def _warn_of_replaced(self, run: dict[str, Any]) -> None:
+        """Warn of settings of the run's model that `--config` overrides, or defaults of a class that a flag names."""
+        before, now = (
+            {re.sub(r"\.0\b", "", name): value for name, value in flat(section(settings, "model"), "model").items()}
+            for settings in (run, self.settings)  # a list of one attention is that attention
+        )
+        replaced = [
+            f"{name} is {now[name]}, in the run {value}"
+            for name, value in before.items()
+            if value != now.get(name, value) and not self.arguments.flags.given(re.sub(r"\.\d+\b", "", name))
+        ]
+        if replaced:
+            rank_zero_warn(
+                f"--config overrides settings of the run: {'; '.join(replaced)}. --name and --trainer.default_root_dir "
+                "find a run without overriding any"
+            )
 
     def _find_weights(self, config: Namespace) -> None:
-        """Replace `last` and `best`, which later name other checkpoints, with paths."""
-        for name in ("init_weights", "transfer_from") if self.arguments.command == "fit" else ():
-            if config[name] is not None and not (name == "init_weights" and self.resolved.requeued):
+        """Replace `last` and `best`, which later name other checkpoints, with paths.
+
+        A resumed run does not need its initial weights.
+        """
+        if self.arguments.command != "fit":
+            return
+        given = self.arguments.flags.given("init_weights") and not self.resolved.requeued
+        if self.resolved.checkpoint is not None and not given:
+            config.init_weights = None
+        for name in ("init_weights", "transfer_from"):
+            if config[name] is not None:
                 config[name] = short(find_checkpoint(config[name], stated_root(self.arguments), option=f"--{name}"))
 
     def _derive(self, config: Namespace) -> None:
@@ -439,7 +470,7 @@ class CLI(LightningCLI):
         """Load the weights of `--init_weights` or `--transfer_from`, and prepare the attention transfer."""
         config = self.config[self.subcommand]
         resumes = self.resolved.checkpoint is not None
-        if config.init_weights is not None and not self.resolved.requeued:
+        if config.init_weights is not None:
             for name, other in (("--ckpt_path", resumes), ("--transfer_from", config.transfer_from is not None)):
                 if other:
                     raise ValueError(

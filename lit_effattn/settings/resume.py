@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import json
 import os
 from collections.abc import Sequence
 from contextlib import suppress
@@ -63,6 +62,7 @@ class Resolved(NamedTuple):
         requeued: Whether this is a restarted SLURM job or torchrun launch, which resumes its run with its settings,
             whatever the arguments say.
         averaged: The checkpoints whose mean is used (`--average`), of which `checkpoint` is the last; or empty.
+        takes_inputs: The option of the data for the inputs of `predict`; None without inputs.
     """
 
     args: list[str]
@@ -74,6 +74,7 @@ class Resolved(NamedTuple):
     data_fixes: bool = True
     requeued: bool = False
     averaged: Sequence[Path] = ()
+    takes_inputs: str | None = None
 
 
 def resolve(arguments: Arguments) -> Resolved:
@@ -130,7 +131,6 @@ def resolve(arguments: Arguments) -> Resolved:
         may_name_modules(dump_yaml(config))
         config = _of_command(config, checkpoint, arguments, uses_data=uses_data)
         args = arguments.for_parser(root=folder, run=config)
-    args += _inputs(arguments, config or {})
     # The user's own recordings or texts need no corpus: the checkpoint has the arguments that the data fixed.
     own = arguments.inputs or any(arguments.stated.text(f"data.{name}") for name in ("audio", "sources", "source_file"))
     return Resolved(
@@ -142,6 +142,7 @@ def resolve(arguments: Arguments) -> Resolved:
         uses_data,
         uses_data and not own,
         averaged=averaged,
+        takes_inputs=_takes_inputs(arguments, config or {}) if arguments.inputs else None,
     )
 
 
@@ -204,23 +205,21 @@ def _check_lone(arguments: Arguments, checkpoint: Path, file: Path | None, *, us
         rank_zero_info(f"{why}: {remedy.format('other settings')}")
 
 
-def _inputs(arguments: Arguments, config: dict[str, Any]) -> list[str]:
-    """Return the option of the data that takes the inputs of `predict`, and these.
+def _takes_inputs(arguments: Arguments, config: dict[str, Any]) -> str:
+    """Return the option of the data that takes the inputs of `predict`.
 
     Raises:
         ValueError: If the data take none.
     """
-    if not arguments.inputs:
-        return []
     named = arguments.stated.classes("data") or [str(section(config, "data").get("class_path")).rpartition(".")[2]]
     kinds = {kind.__name__: kind for kind in subclasses(pl.LightningDataModule)}
-    option = getattr(kinds.get(named[-1]), "takes_inputs", None)
+    option: str | None = getattr(kinds.get(named[-1]), "takes_inputs", None)
     if option is None:
         raise ValueError(
-            f"predict {' '.join(arguments.inputs)}: {named[-1]} can't read inputs from the command line; leave them "
-            "out to predict the test data"
+            f"predict {' '.join(arguments.inputs)[:80]}: {named[-1]} can't read inputs from the command line; leave "
+            "them out to predict the test data"
         )
-    return [f"--data.{option}", json.dumps(arguments.inputs, ensure_ascii=False)]
+    return option
 
 
 def _number(average: str) -> int:

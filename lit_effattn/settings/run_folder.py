@@ -20,6 +20,7 @@ from lightning.pytorch.loggers import Logger
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_only
 
 from lit_effattn.checkpoints import slurm
+from lit_effattn.checkpoints.files import whole
 from lit_effattn.checkpoints.own_runs import marked
 from lit_effattn.checkpoints.runs import LAST, PREVIOUS, check_contained, new_run, output_folder, short
 from lit_effattn.hparams import flat
@@ -158,4 +159,5 @@ class Configuration(pl.Callback):
 
     @staticmethod
     def _write(path: Path, settings: dict[str, Any]) -> None:
-        path.write_text(marked(dump_yaml(settings)), encoding="utf-8", newline="\n")
+        with whole(path) as part:
+            part.write_text(marked(dump_yaml(settings)), encoding="utf-8", newline="\n")

@@ -444,6 +444,16 @@ def test_a_flag_wins_over_the_checkpoint(run: Path, capsys: pytest.CaptureFixtur
     assert results[0] != results[1]
 
 
+def test_settings_of_the_run_that_a_configuration_overrides_are_told(run: Path, caplog: pytest.LogCaptureFixture):
+    given = ["--config", "tiny.yaml", "--model.score_first", "false"]
+    Path("tiny.yaml").write_text(yaml.safe_dump(TINY))
+    main(["test", "--ckpt_path", str(run), *given])
+    assert "overrides" not in caplog.text
+    Path("tiny.yaml").write_text(yaml.safe_dump(TINY).replace("RAdam", "Adam"))
+    with pytest.warns(UserWarning, match="the run: model.optimizer is Adam, in the run RAdam. --name and"):
+        main(["test", "--ckpt_path", str(run), *given])
+
+
 def test_a_flag_that_resuming_would_drop_is_refused(run: Path, capsys: pytest.CaptureFixture[str]):
     before = (run / "checkpoints" / "last.ckpt").read_bytes()
     for flags, words in (
@@ -464,6 +474,11 @@ def test_fine_tuning_starts_from_another_kinds_weights():
     assert Path(named).resolve() == (first / "checkpoints" / "last.ckpt").resolve()
     model = PixelModel.load_from_checkpoint(second / "checkpoints" / "last.ckpt")
     assert isinstance(model.backbone.blocks[0].attention, LinearAttention)
+    # If the account's key was lost, its configuration is given: its initial weights are not needed any more.
+    (first / "checkpoints" / "last.ckpt").unlink()
+    more = ["--ckpt_path", str(second), "--trainer.max_epochs", "2"]
+    main(["fit", "--config", str(second / "config.yaml"), *more])
+    assert (second / "config_resumed_1.yaml").exists()
 
 
 def test_a_checkpoint_that_does_not_exist_is_an_error(capsys: pytest.CaptureFixture[str]):

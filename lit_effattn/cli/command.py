@@ -20,6 +20,7 @@ from jsonargparse.typing import register_type
 from lightning.pytorch.callbacks import LearningRateMonitor
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from lightning.pytorch.strategies import ModelParallelStrategy
+from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_only, rank_zero_warn
 
 import lit_effattn.attention
@@ -419,6 +420,11 @@ class CLI(LightningCLI):
             trainer: pl.Trainer = super().instantiate_trainer(**kwargs)
         except (TypeError, ValueError, RuntimeError) as error:  # of Lightning's checks
             raise ValueError(f"the trainer can't be built: {error}") from error
+        if isinstance(launcher := trainer.strategy.launcher, _MultiProcessingLauncher):
+            raise ValueError(
+                f"--trainer.strategy starts processes by {launcher._start_method}, which do not run this command: give "
+                "ddp, whose processes do"
+            )
         leave_signals_alone(trainer)
         return trainer
 

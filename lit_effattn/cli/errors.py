@@ -148,6 +148,9 @@ def _kind(name: Any, path: str, bases: list[type]) -> type | str:
         except (ValueError, yaml.YAMLError) as error:
             return f"{path} can't be read: {getattr(error, 'problem', None) or error}"
     kinds = {kind.__name__: kind for kind in concrete(bases)}
+    named = {f"{kind.__module__}.{name}" for kind in concrete(bases) if kind.__name__ == name}
+    if len(named) > 1:
+        return f"{path}: several classes are called {name}; give one of {', '.join(sorted(named))}"
     if name in kinds:
         return kinds[name]
     everywhere = (kind for base in (*_ROOTS.values(), Module) for kind in subclasses(base))

@@ -82,6 +82,10 @@ def _said(folder: Path, args: list[str], code: int, capsys: pytest.CaptureFixtur
             ["--trainer.callbacks+=EarlyStopping", "--trainer.callbacks.monitr", "x"],
             "EarlyStopping has no option 'monitr'; did you mean monitor?",
         ),
+        (
+            ["--model.lr_scheduler", "ReduceLROnPlateau", "--model.lr_scheduler.monitor", "x"],
+            "several classes are called ReduceLROnPlateau; give one of lightning.pytorch.cli.ReduceLROnPlateau, torch.",
+        ),
         (["--trainer.logger", "Wandb"], "there is no class 'Wandb'; did you mean WandbLogger?"),
         (["--config", "option.yaml"], "there is no option --trainer.max_epoch; did you mean --trainer.max_epochs?"),
         (["--config", "section.yaml"], "there is no option --modle; did you mean --model?"),
@@ -122,6 +126,7 @@ def test_an_option_that_is_not_there(flags: list[str], words: str, folder: Path,
         (["--ckpt_path", "."], "--ckpt_path .: there is no such file, nor a run's folder"),
         (["--model.n_levels", "4"], "--model.n_levels can't be given"),
         (["--trainer.strategy", "dpd"], "You selected an invalid strategy name: `strategy='dpd'`"),
+        (["--trainer.strategy", "ddp_fork", "--trainer.devices", "2"], "--trainer.strategy starts processes by fork"),
         (["--trainer.gradient_clip_val", "-1"], "--trainer.gradient_clip_val -1 must be at least 0"),
         (
             ["--ckpt_path", "pixels.ckpt", "--model.optimizer.lr", "0.5"],

@@ -329,7 +329,7 @@ def test_predict_refuses_recordings_that_cannot_be_used(make, tmp_path, corpus):
     with pytest.raises(ValueError, match=r"audio=\['.*'\] is for predict only; leave it out to use the corpus"):
         make("fit", audio=[first])
     assert set(rows_of(make("predict", audio=first).predict_dataloader())) == {first}
-    with pytest.raises(ValueError, match=r"normalize='corpus' needs .* give ckpt_path"):
+    with pytest.raises(ValueError, match=r"normalize='corpus' needs .* give ckpt_path of one, or leave normalize out"):
         make("predict", normalize="corpus", audio=[first]).predict_dataloader()
 
 

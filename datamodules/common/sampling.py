@@ -115,8 +115,9 @@ class ShardedBatches(BatchSampler):
 class ResumableLoader(DataLoader[Any]):
     """A loader over `ShardedBatches` or `InOrder` that resumes an interrupted epoch with exactly the next batch.
 
-    Its state is the epoch and the number of batches returned. It does not depend on the number of workers, which may
-    change. It is the same on every process, so the first process's state, which Lightning saves, is valid for all.
+    Its state is the epoch, the number of batches returned, and the seed of their order. It does not depend on the
+    number of workers, which may change. It is the same on every process, so the first process's state, which Lightning
+    saves, is valid for all.
 
     Lightning creates the iterator before it sets the epoch, and stops after the last batch without a further `next`. A
     loader whose workers prefetch at once, or for which an epoch is unfinished until that `next` (torchdata's
@@ -154,8 +155,9 @@ class ResumableLoader(DataLoader[Any]):
         return state["batches"]
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the epoch, its batches returned so far, its total number of batches, and what the data are."""
-        return {"epoch": self._epoch, "batches": self._batches, "n_batches": len(self), "data": self._identity}
+        """Return the epoch, its batches returned so far, their total number, the seed, and what the data are."""
+        counts = {"epoch": self._epoch, "batches": self._batches, "n_batches": len(self)}
+        return {**counts, "seed": self.sampler.seed, "data": self._identity}
 
     @property
     def _identity(self) -> dict[str, Any]:
@@ -165,7 +167,7 @@ class ResumableLoader(DataLoader[Any]):
         """Resume from the position in `state_dict`.
 
         Raises:
-            ValueError: If it is not a position, or the data are not those of the interrupted run.
+            ValueError: If it is not a position, or the data or their order are not those of the interrupted run.
         """
         if (saved := state_dict.get("data")) != self._identity:
             was = saved if isinstance(saved, dict) else {}
@@ -173,6 +175,11 @@ class ResumableLoader(DataLoader[Any]):
             raise ValueError(
                 f"the interrupted run was trained on other data: {', '.join(changed) or 'without a description'}; "
                 "resume with the same data, or start a new run from its weights with --init_weights"
+            )
+        if (seed := state_dict.get("seed")) != self.sampler.seed:
+            raise ValueError(
+                f"seed={self.sampler.seed}, but the interrupted run had {str(seed)[:40]}: the rest of its epoch would "
+                "have other items; resume with the seed that it was started with"
             )
         counts: dict[str, Any] = {name: state_dict.get(name) for name in ("epoch", "batches", "n_batches")}
         for name, count in counts.items():

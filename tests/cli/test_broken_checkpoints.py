@@ -81,9 +81,9 @@ TEXT = {
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a checkpoint of pixels and one of text."""
     folder = tmp_path_factory.mktemp("broken")
-    (folder / "texts").mkdir()
     for split in ("train", "val", "test"):
-        (folder / "texts" / f"{split}.txt").write_text("a rose is a rose is a rose.\n" * 8)
+        (folder / "texts" / split).mkdir(parents=True)
+        (folder / "texts" / split / "a.txt").write_text("a rose is a rose is a rose.\n" * 8)
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
         for name, settings in (("pixels", PIXELS), ("text", TEXT)):

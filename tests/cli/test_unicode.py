@@ -12,9 +12,9 @@ from tests.cli.test_broken_checkpoints import TEXT
 @pytest.mark.parametrize("tokens", ["characters", pytest.param("words", marks=pytest.mark.exhaustive)])
 def test_every_command(tokens: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(tmp_path)
-    Path("texts😀").mkdir()
     for split in ("train", "val", "test"):
-        Path("texts😀", f"{split}.txt").write_text("a 😀 rose 𝕏 is 𐍈 a 🧵 rose\n" * 20, encoding="utf-8")
+        Path("texts😀", split).mkdir(parents=True)
+        Path("texts😀", split, "a.txt").write_text("a 😀 rose 𝕏 is 𐍈 a 🧵 rose\n" * 20, encoding="utf-8")
     data = TEXT["data"]["init_args"] | {"root": "texts😀", "tokens": tokens}
     trainer = TEXT["trainer"] | {"default_root_dir": "runs😀"}
     settings = TEXT | {"data": TEXT["data"] | {"init_args": data}, "trainer": trainer}

@@ -220,6 +220,10 @@ class BeamDecoder(Decoder):
         self.beam_size, self.lm, self.lm_weight = beam_size, lm, lm_weight
         self._decoder: tuple[tuple[str, ...], Any] = (), None  # phones, and flashlight's decoder for them
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Return the state of a copy, which makes flashlight's decoder again: it can't be copied."""
+        return {**self.__dict__, "_decoder": ((), None)}
+
     def __call__(self, log_probs: Tensor, lengths: Tensor, phones: tuple[str, ...]) -> list[list[int]]:
         """See `Decoder.__call__`."""
         if self._decoder[0] != phones:

@@ -93,6 +93,10 @@ class MuonWithAdamW(Optimizer):
         super().__init__([group for part in self._parts for group in part.param_groups], {})
         self.defaults = {name: value for part in self._parts for name, value in part.defaults.items()}
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Return the state of a copy, with the copies of Muon and AdamW."""
+        return {**super().__getstate__(), "_parts": self._parts}
+
     @property
     def parts(self) -> tuple[Optimizer, Optimizer]:
         """Muon and AdamW, with their groups and the state of this optimiser."""

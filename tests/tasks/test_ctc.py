@@ -1,5 +1,6 @@
 """CTC against its definition: sums and maxima over every alignment there is."""
 
+import copy
 import math
 from collections.abc import Iterable
 from itertools import groupby, pairwise, product, takewhile
@@ -178,6 +179,7 @@ def test_the_language_model_decides_by_the_phones_names(arpa: str):
     decoder = BeamDecoder(lm=arpa, lm_weight=100.0)
     log_probs = drawn(1, 4, spread=0.1)
     for phones in (PHONES, ("c", "b", "a"), PHONES):  # one decoder for one model after another
+        decoder = copy.deepcopy(decoder)
         scores = {}
         for y in likelihoods(log_probs[0]):
             scores[y] = language_model(tuple(PHONES.index(phones[label - 1]) + 1 for label in y))

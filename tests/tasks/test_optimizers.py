@@ -1,5 +1,6 @@
 """Which parameters have weight decay; Muon for hidden matrices and AdamW for the rest, as one optimiser."""
 
+import copy
 from functools import partial
 from pathlib import Path
 
@@ -60,6 +61,7 @@ def test_each_parameter_takes_the_step_of_its_rule():
         before = [p.detach().clone() for p in split[0]]
         steps(twin, muon, 1, first=i)
         adamw.step()
+        optimizer, made = copy.deepcopy((optimizer, made))  # goes on
         for p, old in zip(split[0], before, strict=True):
             assert 0.1 < (p - (1 - 0.003) * old).square().mean().sqrt() / 0.01 < 0.3
     for (name, p), q in zip(made.named_parameters(), twin.parameters(), strict=True):

@@ -374,7 +374,8 @@ def write_targets(
     kept, keep = _kept(task, options, None)
     if kept is None:
         tokens = task.encode(options.source)[None].to(task.device)
-        kept = Kept(task.remember(tokens, max_len=tokens.size(1)), tokens, 0)
+        with task.in_evaluation():
+            kept = Kept(task.remember(tokens, max_len=tokens.size(1)), tokens, 0)
     if keep is not None:
         keep(kept)
     tokens = kept.tokens

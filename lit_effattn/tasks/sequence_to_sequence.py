@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal
 
 import torch
+from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from torch import Tensor, nn
 
@@ -76,7 +77,8 @@ class SequenceToSequence(Task):
         length_norm: Divisor of log p: gnmt, ((5 + tokens) / 6)^α, or average, tokens^α, as in fairseq and transformers.
         max_output_len: Maximum number of tokens of an output, the end token included. It bounds the time of a search
             with a long source. Default: 50 more than the source has (Vaswani et al. 2017, section 6.1).
-        decode_every_n_epochs: In validation, write and score the outputs every n epochs; null: never.
+        decode_every_n_epochs: In validation, write and score the outputs every n epochs of training, and in `validate`;
+            null: never.
         options: Arguments of `Task`: the optimiser and its schedule, and the weight of auxiliary losses.
 
     Raises:
@@ -178,6 +180,7 @@ class SequenceToSequence(Task):
 
     def training_step(self, batch: PairBatch) -> Tensor:
         """Return the loss of `objective`. Texts are removed: compiled code would be compiled again for others."""
+        check_fields(batch, PairBatch)
         return super().training_step(batch._replace(sources=[], references=[]))
 
     def objective(self, batch: PairBatch, memory: State | None = None) -> Objective:
@@ -196,7 +199,11 @@ class SequenceToSequence(Task):
         if stage == "test":
             metrics["sequences"](batch.lengths)
             updated["sequences"] = metrics["sequences"]
-        elif self.decode_every_n_epochs is None or (self.current_epoch + 1) % self.decode_every_n_epochs:
+        elif self.decode_every_n_epochs is None or (
+            self._trainer is not None
+            and self._trainer.state.fn == TrainerFn.FITTING
+            and (self._trainer.current_epoch + 1) % self.decode_every_n_epochs
+        ):
             return updated
         outputs = self.texts(self.search(batch.source, batch.source_lengths))
         for name in self.metrics:
@@ -249,21 +256,22 @@ class SequenceToSequence(Task):
         limits = source_lengths + EXTRA_LEN
         for most in (self.max_output_len, n_positions(self.backbone.decoder)):
             limits = limits if most is None else limits.clamp(max=most)
-        return beam_search(
-            self.backbone,
-            self._embed_target,
-            self.head,
-            torch.full((len(source), 1), self.border, device=source.device),
-            limits,
-            beam=self.beam if beam is None else beam,
-            end=self.border,
-            length_penalty=self.length_penalty if length_penalty is None else length_penalty,
-            length_norm=self.length_norm if length_norm is None else length_norm,
-            n_best=n_best,
-            state=self.remember(source, source_lengths, max_len=int(limits.max())) if state is None else state,
-            compile=False,  # each source gives another shape
-            progress=progress,
-        )
+        with self.in_evaluation():
+            return beam_search(
+                self.backbone,
+                self._embed_target,
+                self.head,
+                torch.full((len(source), 1), self.border, device=source.device),
+                limits,
+                beam=self.beam if beam is None else beam,
+                end=self.border,
+                length_penalty=self.length_penalty if length_penalty is None else length_penalty,
+                length_norm=self.length_norm if length_norm is None else length_norm,
+                n_best=n_best,
+                state=self.remember(source, source_lengths, max_len=int(limits.max())) if state is None else state,
+                compile=False,  # each source gives another shape
+                progress=progress,
+            )
 
     def texts(self, hypotheses: Hypotheses) -> list[list[str]]:
         """Return the n best texts of each source."""
@@ -315,7 +323,8 @@ class SequenceToSequence(Task):
         The weights are the mean over the heads of the layer with the largest maximum weights, averaged over positions.
         """
         inputs = torch.cat([target.new_tensor([self.border]), target[:-1]])[None]  # (1, N)
-        layers = self.backbone.attention_weights(self._embed_source(source[None]), self._embed_target(inputs))
+        with self.in_evaluation():
+            layers = self.backbone.attention_weights(self._embed_source(source[None]), self._embed_target(inputs))
         weights = max((w[0].mean(0) for w in layers), key=lambda w: float(w.amax(-1).mean()))  # (N, S)
         names = [
             [tokenizer.decode([int(token)]) or "</s>" for token in tokens]
@@ -335,8 +344,6 @@ class SequenceToSequence(Task):
         if not tokens:
             raise ValueError(f"the source {text!r} has no tokens; give a text")
         return torch.tensor([*tokens, tokenizer.start])
-
-    # ----------------------------------------------------------------------------------------------- compatibility
 
     @property
     def source_text(self) -> Tokenizer:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from torch import Tensor
+from torch import Tensor, nn
 
 from lit_effattn import EncoderDecoder, Transformer
 from lit_effattn.attention import (
@@ -257,20 +257,32 @@ def test_long_sources_are_not_drawn(monkeypatch: pytest.MonkeyPatch):
     assert [t.weights is None for t in made.predict_step(batch(), 0)] == [True, False, False]  # 5, 2 and 3 tokens
 
 
-@pytest.mark.parametrize(("every", "epoch", "decodes"), [(None, 0, False), (2, 0, False), (2, 1, True)])
-def test_validation_decodes_every_n_epochs(every: int | None, epoch: int, decodes: bool):
+@pytest.mark.parametrize(
+    ("every", "command", "epoch", "decodes"),
+    [
+        (None, "validate", 0, False),
+        (2, "validate", 0, True),
+        (None, "fit", 0, False),
+        (2, "fit", 0, False),
+        (2, "fit", 1, True),
+    ],
+)
+def test_validation_decodes_every_n_epochs(every: int | None, command: str, epoch: int, decodes: bool):
     made = model(decode_every_n_epochs=every)
-    made._trainer = SimpleNamespace(current_epoch=epoch)  # type: ignore[assignment]
+    made._trainer = SimpleNamespace(current_epoch=epoch, state=SimpleNamespace(fn=command))  # type: ignore[assignment]
     assert ("exact_match" in made.score("val", batch())) == decodes
 
 
 def test_samples_are_the_best_targets_with_their_scores(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     made = model()
+    for layer in (m for m in made.train().modules() if isinstance(m, nn.Dropout)):
+        layer.p = 0.5  # has no effect: outputs are searched in evaluation mode
     made.write_samples(lambda: tmp_path, TargetOptions(n=2, source="abc", beam=3, length_penalty=0.0))
+    assert made.training
     (line,) = (tmp_path / "translations.jsonl").read_text().splitlines()
     entry = json.loads(line)
     tokens = torch.tensor([[*LETTERS.encode("abc").tolist(), LETTERS.start]])
-    found = made.search(tokens, beam=3, length_penalty=0.0, n_best=2)
+    found = made.eval().search(tokens, beam=3, length_penalty=0.0, n_best=2)
     assert entry["source"] == "abc"
     assert [o["text"] for o in entry["outputs"]] == made.texts(found)[0]
     assert [o["log_p"] for o in entry["outputs"]] == pytest.approx(found.log_probs[0].tolist(), abs=1e-4)

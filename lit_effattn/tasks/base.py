@@ -15,9 +15,10 @@ from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable, Reduce
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from lightning.pytorch.utilities.types import OptimizerLRScheduler
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau as TorchReduceLROnPlateau
+from torchmetrics import Metric
 
 from lit_effattn import sequence
 from lit_effattn.callbacks.lightning_internals import epoch_is_whole
@@ -64,12 +65,11 @@ def check_backbone(backbone: Any, causal: bool = False) -> None:
 
 
 def check_fields(batch: Any, kind: Any) -> None:
-    """Raise ValueError unless `batch` has the fields that the NamedTuple `kind` requires."""
-    required = [name for name in kind._fields if name not in kind._field_defaults]
-    if not all(hasattr(batch, name) for name in required):
+    """Raise ValueError unless `batch` has the fields of the NamedTuple `kind`."""
+    if not all(hasattr(batch, name) for name in kind._fields):
         raise ValueError(
-            f"the batch is a {type(batch).__name__}, not a {kind.__name__} with the fields {', '.join(required)}; make "
-            f"one of your tensors by lit_effattn.datamodules.{kind.__name__}"
+            f"the batch is a {type(batch).__name__}, not a {kind.__name__} with the fields {', '.join(kind._fields)}; "
+            f"make one of your tensors by lit_effattn.datamodules.{kind.__name__}"
         )
 
 
@@ -137,7 +137,7 @@ class Task(HasInitArgs, pl.LightningModule):
     Args:
         optimizer: Makes the optimiser from the parameters. Default: torch.optim.RAdam.
         lr_scheduler: Makes the schedule from the optimiser. It steps once an optimiser step; a schedule that monitors a
-            metric steps once a validation.
+            metric steps at the end of an epoch, with its latest value.
         decay_biases_and_gains: Whether the optimiser's weight decay also applies to biases and to the gains of norms.
             It never applies to what a module names in its class attribute `no_weight_decay`, such as the decays of
             `Mamba2Attention`.
@@ -194,6 +194,7 @@ class Task(HasInitArgs, pl.LightningModule):
         self._lr_scheduler = lr_scheduler
         self._decay_biases_and_gains = decay_biases_and_gains
         self.auxiliary_weight = auxiliary_weight
+        self._in_training_mode: list[nn.Module] = []  # before the evaluation that runs
         self._objective: Callable[..., Objective] = type(self).objective
         try:
             arguments = init_args(self)
@@ -252,6 +253,26 @@ class Task(HasInitArgs, pl.LightningModule):
         """Remove folders of this machine from the checkpoint."""
         if self._trainer is not None:
             hide_folders(checkpoint, self._trainer)
+
+    def setup(self, stage: str) -> None:
+        """Undo the effects of an evaluation that an exception ended: the sums in metrics, and evaluation mode."""
+        for module in self.modules():
+            if isinstance(module, Metric):
+                module.reset()
+        self.on_validation_model_train()
+
+    def on_validation_model_eval(self) -> None:
+        """Enter evaluation mode."""
+        self._in_training_mode = [module for module in self.modules() if module.training]
+        super().on_validation_model_eval()
+
+    def on_validation_model_train(self) -> None:
+        """Restore the mode of each module."""
+        for module in self._in_training_mode:
+            module.training = True
+        self._in_training_mode = []
+
+    on_test_model_eval, on_test_model_train = on_validation_model_eval, on_validation_model_train
 
     def configure_model(self) -> None:
         """Divide the parameters among the processes, if the strategy does so. A second call does nothing.

@@ -196,9 +196,9 @@ class LanguageModel(Task):
         If rows hold several sequences and `memory` is None, the state has the auxiliary losses alone.
         """
         x = self._embed(batch.inputs)
-        if (starts := getattr(batch, "starts", None)) is None:
+        if batch.starts is None:
             return self.active_backbone(x, memory, batch.lengths)
-        return packed(self.active_backbone, x, starts, memory, batch.lengths, keep_state=memory is not None)
+        return packed(self.active_backbone, x, batch.starts, memory, batch.lengths, keep_state=memory is not None)
 
     def forward(self, batch: TokenBatch, memory: State | None = None) -> Tensor:
         """Return −log p in nats of every target, continuing from `memory`, 0 where it is not scored: (B, N).
@@ -221,13 +221,12 @@ class LanguageModel(Task):
         if self.further is not None:
             further = self.further(outputs, batch.targets, self.label_smoothing)
             loss, figures["train/auxiliary_loss/FurtherPredictions"] = loss + further, further.detach()
-        starts = getattr(batch, "starts", None)
-        n_sequences = None if starts is None else first_positions(starts, batch.lengths).sum()
+        n_sequences = None if batch.starts is None else first_positions(batch.starts, batch.lengths).sum()
         return self.with_auxiliary(loss, figures, state, n_scored=n_scored, n_sequences=n_sequences)
 
     def _outputs(self, batch: TokenBatch, memory: State | None) -> tuple[list[Tensor], State]:
         """Return the outputs (B, N, d_model) from which training predicts, the last layer's last, and the state."""
-        if self.further is not None and getattr(batch, "starts", None) is not None:
+        if self.further is not None and batch.starts is not None:
             raise ValueError(
                 "n_targets and intermediate_losses do not support several sequences in a row (data.documents packed, "
                 "data.packed); use padded rows, such as data.documents apart"
@@ -264,7 +263,7 @@ class LanguageModel(Task):
             ("eval_window", self._sliding is not None),
             ("test_lengths", bool(self.accuracy_by_length)),
             ("response_metrics", bool(self._responses.metrics)),
-            ("data.documents packed", getattr(batch, "starts", None) is not None),
+            ("data.documents packed", batch.starts is not None),
             ("the callback Compile", self._objective is not type(self).objective),
         ):
             if is_set:
@@ -291,7 +290,7 @@ class LanguageModel(Task):
             return self._written(batch, before)
         scored = batch.targets != IGNORE
         count, nats = scored.sum(1), self._nll(hidden, batch.targets)
-        if getattr(batch, "offsets", None) is not None:
+        if batch.offsets is not None:
             return of_positions(scored, batch.offsets, nats=nats[scored])
         bits = nats.sum(1) / count.clamp(min=1) / torch.log(torch.tensor(2.0))
         return {"targets": count, "bits_per_target": bits}
@@ -345,7 +344,7 @@ class LanguageModel(Task):
 
     def _score_by_length(self, batch: TokenBatch, scored: Tensor, correct: Tensor) -> dict[str, Any]:
         """Update the accuracy of each length, and return all: a process may have no sequence of some length."""
-        if self.accuracy_by_length and getattr(batch, "starts", None) is not None:
+        if self.accuracy_by_length and batch.starts is not None:
             raise ValueError("test_lengths does not support several sequences in a row; test with padded rows")
         lengths = valid_lengths(batch.lengths, batch.inputs)
         of_target = lengths[:, None].expand_as(scored)[scored]  # (B, N) -> (T,)
@@ -388,6 +387,12 @@ class LanguageModel(Task):
         """Restore the memory options from before the evaluation."""
         for module, options in zip(self._with_memory, self._training_memory.pop(), strict=True):
             module.set_memory(**options)
+
+    def setup(self, stage: str) -> None:
+        """Restore the memory options of training: an exception may have ended an evaluation."""
+        super().setup(stage)
+        while self._training_memory:
+            self.on_validation_end()
 
     on_test_start, on_test_end = on_validation_start, on_validation_end
     on_predict_start, on_predict_end = on_validation_start, on_validation_end

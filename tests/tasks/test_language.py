@@ -3,6 +3,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import lightning.pytorch as pl
 import numpy as np
 import pytest
 import torch
@@ -194,6 +195,33 @@ def test_evaluation_may_have_another_memory_than_training(tmp_path):
     drawn = [m.sample(torch.tensor([[1, 2, 3]]), 9, temperature=0).tolist() for m in (made, same)]
     assert drawn[0] == drawn[1]
     assert (attention.mem_len, attention.same_length) == (2, False)
+
+
+@pytest.mark.parametrize("run", ["fit", "validate", "test"])
+def test_an_evaluation_that_an_exception_ended_has_no_effect_on_the_next_run(tmp_path, run: str):
+    class Stop(pl.Callback):
+        def on_validation_batch_end(self, *_: Any) -> None:
+            raise RuntimeError("stop")
+
+        on_test_batch_end = on_validation_batch_end
+
+    class Record(pl.Callback):
+        def on_train_batch_start(self, trainer: Any, made: Any, *_: Any) -> None:
+            seen.append((made.backbone.blocks[0].attention.mem_len, made.training, made.head.training))
+
+    seen = list[tuple[int, bool, bool]]()
+    made = model(partial(TransformerXLAttention, mem_len=2), eval_mem_len=5).train()
+    made.head.eval()  # as a frozen one
+    given = [DataLoader([batch(2, 9)], batch_size=None)] * (2 if run == "fit" else 1)
+    with pytest.raises(RuntimeError, match="stop"):
+        getattr(trainer(tmp_path, [Stop()], max_epochs=1), run)(made, *given)
+    scored = DataLoader([batch(2, 9, seed=1)], batch_size=None)
+    copy = model(partial(TransformerXLAttention, mem_len=2), eval_mem_len=5)
+    copy.load_state_dict(made.state_dict())
+    figures = [trainer(tmp_path, []).test(m, scored, verbose=False)[0] for m in (made, copy)]
+    assert figures[0] == figures[1]
+    trainer(tmp_path, [Record()], max_epochs=1).fit(made, scored)
+    assert seen == [(2, True, False)]
 
 
 def test_drawing_within_a_validation_leaves_the_memory_of_training_alone():

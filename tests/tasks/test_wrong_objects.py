@@ -1,6 +1,7 @@
 """Mistakes in Python get a sentence that names what was given and the remedy."""
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,11 +22,15 @@ def pixels() -> PixelModel:
     return PixelModel(Transformer(8, 2, 1), (2, 3, 1), 4)
 
 
-def pairs(targets: torch.Tensor) -> Any:
+def sequence_to_sequence() -> Any:
     backbone = EncoderDecoder(
         Transformer(8, 2, 1, causal=False), Transformer(8, 2, 1, cross_attention=LinearCrossAttention)
     )
-    return SequenceToSequence(backbone, 6, 6)(PairBatch(IDS, LENGTHS, IDS, targets, LENGTHS, [], []))
+    return SequenceToSequence(backbone, 6, 6)
+
+
+def pairs(targets: torch.Tensor) -> Any:
+    return sequence_to_sequence()(PairBatch(IDS, LENGTHS, IDS, targets, LENGTHS, [], []))
 
 
 def masked(targets: torch.Tensor) -> Any:
@@ -65,8 +70,13 @@ def test_targets_beyond_the_vocabulary_and_scored_padding(read: Callable[[torch.
         (lambda: SpeechRecognizer(IDS, 40, ["a"]), r"backbone is a Tensor, not a module"),
         (
             lambda: LanguageModel(Transformer(8, 2, 1), 10)(IDS),
-            "a Tensor, not a TokenBatch with the fields inputs, targets;",
+            "a Tensor, not a TokenBatch with the fields inputs, targets, lengths,",
         ),
+        (
+            lambda: LanguageModel(Transformer(8, 2, 1), 10).training_step(SimpleNamespace(inputs=IDS, targets=IDS)),
+            "a SimpleNamespace, not a TokenBatch",
+        ),
+        (lambda: sequence_to_sequence().training_step([IDS, IDS]), "a list, not a PairBatch with the fields source,"),
         (lambda: Transformer(8, 2, 1, attention="LinearAttention"), "attention='LinearAttention' must be a class"),
         (
             lambda: Transformer(8, 2, 1, attention=[LinearAttention(8, 2, True)]),

@@ -18,7 +18,7 @@ from lit_effattn.datamodules.speech.audio import AudioError, read_audio
 from lit_effattn.datamodules.speech.filterbanks import Filterbanks, moments
 from lit_effattn.datamodules.speech.utterances import Utterance
 
-FORMAT = 5
+FORMAT = 6
 """Version of the file format. Increment it if the same recordings give different files."""
 
 _QUICK = 500  # fewer utterances show no progress bar
@@ -140,7 +140,10 @@ def stored_features(
 def _identity(utterances: Sequence[Utterance], reader: FeatureReader, keep: bool) -> Any:
     settings = [FORMAT, keep, repr(reader.filterbanks), reader.min_seconds, reader.max_seconds, reader.upsample]
     versions = {path: _version(path) for path in {u.audio for u in utterances}}
-    items = [(u.id, str(u.audio.absolute()), versions[u.audio], u.speaker, u.start, u.duration) for u in utterances]
+    items = [  # with `phones`, since silence without phones is no fault
+        (u.id, str(u.audio.absolute()), versions[u.audio], u.speaker, u.start, u.duration, bool(u.phones))
+        for u in utterances
+    ]
     return [settings, items]
 
 

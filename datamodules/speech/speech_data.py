@@ -82,7 +82,7 @@ class SpeechData(DataModule):
         num_workers: Worker processes that load data; 0: none.
 
     Attributes:
-        left_out: For each split that was set up, the reasons why utterances are left out.
+        left_out: For train, val, test and predict, if set up, the reasons why utterances are left out.
 
     Raises:
         ValueError: If an argument is out of its range.
@@ -181,14 +181,15 @@ class SpeechData(DataModule):
                 raise ValueError(f"audio={self.audio} is for predict only; leave it out to use the corpus")
             self._splits["predict"] = self._given(self.audio)
             return
-        if stage == "fit" and self.wave_augment is not None:
-            _ = self.wave_augment.noise_files  # raises if there are none
+        if stage == "fit":
+            self._statistics = None  # they may be those of another run's checkpoint
+            if self.wave_augment is not None:
+                _ = self.wave_augment.noise_files  # raises if there are none
         for split in SPLITS_OF[stage]:
             name = "predict" if stage == "predict" else split
-            if name not in self._splits:
-                self._splits[name] = self._of_corpus(split, labelled=stage != "predict")
+            self._splits[name] = self._of_corpus(split, name)  # again: the trainer may have another model
 
-    def _of_corpus(self, split: str, *, labelled: bool) -> "Split":
+    def _of_corpus(self, split: str, name: str) -> "Split":
         utterances, features = self._read(split)
         if not utterances:
             raise ValueError(
@@ -196,12 +197,12 @@ class SpeechData(DataModule):
             )
         labels = _Labels(self.corpus.phones)
         mislabelled, faults = labels.faults(utterances), features.readings.faults
-        if labelled:
+        if name != "predict":
             faults = mislabelled | faults
             faults = faults | self._short(split, utterances, features.readings.n_frames, labels, faults)
-        kept = self._kept(split, len(utterances), faults)
+        kept = self._kept(name, len(utterances), faults)
         hours = features.readings.n_frames[kept].sum() * self.frame_seconds / 3600
-        rank_zero_info(f"{split}: {len(kept):,} utterances, {hours:.2f} h")
+        rank_zero_info(f"{name}: {len(kept):,} utterances, {hours:.2f} h")
         return Split(
             utterances, [[] if i in mislabelled else labels(u) for i, u in enumerate(utterances)], features, kept
         )
@@ -235,14 +236,14 @@ class SpeechData(DataModule):
         n_samples = ((n_frames - 1) * banks.hop_samples + banks.frame_samples) / augment.fastest
         return np.array([banks.n_frames(int(n)) for n in n_samples])
 
-    def _kept(self, split: str, n: int, faults: dict[int, Fault]) -> np.ndarray:
-        self.left_out[split] = [faults[i] for i in sorted(faults)]
+    def _kept(self, name: str, n: int, faults: dict[int, Fault]) -> np.ndarray:
+        self.left_out[name] = [faults[i] for i in sorted(faults)]
         if len(faults) == n:
-            first = self.left_out[split][0].message
-            raise ValueError(f"none of the {n} utterances of {split!r} can be used; the first: {first}")
+            first = self.left_out[name][0].message
+            raise ValueError(f"none of the {n} utterances of {name!r} can be used; the first: {first}")
         if faults:
-            unscored = "" if split == "train" else ", and are not in the score"
-            _warn(f"{split}: {len(faults)} of {n} utterances are left out{unscored}", faults)
+            unscored = ", and are not in the score" if name in ("val", "test") else ""
+            _warn(f"{name}: {len(faults)} of {n} utterances are left out{unscored}", faults)
         return np.array([i for i in range(n) if i not in faults])
 
     def _read(self, split: str) -> tuple[list[Utterance], Features]:
@@ -411,11 +412,14 @@ class _Labels:
         return faults
 
     def short(self, utterances: Sequence[Utterance], n_frames: np.ndarray) -> dict[int, Fault]:
-        """Return the faults of utterances too short for CTC: one frame per phone, and one between equal neighbours."""
+        """Return the faults of utterances too short for CTC: one frame per phone, and one between equal neighbours.
+
+        Without phones, one frame is needed.
+        """
         faults = {}
         for i, (u, n) in enumerate(zip(utterances, n_frames.tolist(), strict=True)):
             labels = self(u)
-            needed = len(labels) + sum(a == b for a, b in pairwise(labels))
+            needed = max(1, len(labels) + sum(a == b for a, b in pairwise(labels)))
             if n < needed:
                 message = f"{u.id}: {n} frames after subsampling, but its phones need {needed}; check both"
                 faults[i] = Fault("shorter than its phones", message)

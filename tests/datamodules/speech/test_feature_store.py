@@ -103,6 +103,7 @@ def test_what_has_changed_is_read_anew(tmp_path, utterances, reads):
         lambda u: [u[0]._replace(id="other"), *u[1:]],
         lambda u: [u[0]._replace(speaker="bob"), *u[1:]],
         lambda u: [*u[:-1], u[-1]._replace(duration=0.2)],
+        lambda u: [u[0]._replace(phones=("a",)), *u[1:]],
         rewritten,
         found,
     ]

@@ -156,6 +156,8 @@ def test_statistics_of_the_corpus_are_in_the_checkpoint(make, tmp_path, corpus):
     data = make("test", normalize="corpus")
     data.load_state_dict(state)
     rows = rows_of(data.test_dataloader())
+    data.setup("fit")  # a new run
+    assert torch.equal(data.state_dict()["statistics"], make("fit", normalize="corpus").state_dict()["statistics"])
     assert expected
     assert all(torch.equal(rows[name][0], expected[name][0]) for name in expected)
     with pytest.raises(ValueError, match=r"trained on Filterbanks\(8000, n_mels=20.*n_mels=21"):
@@ -237,8 +239,10 @@ def test_the_factor_is_that_of_the_model(make, corpus):
     corpus.splits["train"] = [utterance._replace(phones=(("aa", "b") * n)[: n + 1])]
     assert utterance.id in rows_of(make("fit").train_dataloader())
     model = SpeechRecognizer(LSTM(8, 1), 20, PHONES, front_end=partial(ConvSubsampling, factor=4))
+    data = make("fit")
+    data.trainer.lightning_module = model
     with pytest.raises(ValueError, match=f"{n} frames after subsampling, but its phones need {n + 1}"):
-        make("fit", model=model)
+        data.setup("fit")
     corpus.splits["val"][0] = corpus.splits["val"][0]._replace(phones=("aa",) * 200)
     with pytest.warns(UserWarning, match="val: 1 of 5 utterances have an error rate, but no loss"):
         data = make("validate")
@@ -305,8 +309,14 @@ def test_predict_takes_recordings_without_the_corpus(make, corpus, tmp_path, cap
 def test_predict_without_recordings_takes_the_test_split_labelled_or_not(make, corpus):
     corpus.splits["test"][0] = corpus.splits["test"][0]._replace(phones=None)
     corpus.splits["test"][1] = corpus.splits["test"][1]._replace(phones=("aa", "zz"))
-    rows = rows_of(make("predict").predict_dataloader())
-    assert set(rows) == {u.id for u in corpus.splits["test"]}
+    corpus.splits["test"][3].audio.unlink()
+    with pytest.warns(UserWarning, match="left out"):
+        data = make("test")
+    with pytest.warns(UserWarning, match="predict: 1 of 7 utterances are left out:"):
+        data.setup("predict")
+    assert [len(data.left_out[name]) for name in ("test", "predict")] == [3, 1]
+    rows = rows_of(data.predict_dataloader())
+    assert set(rows) == {u.id for u in corpus.splits["test"]} - {"test-3"}
     assert rows["test-0"][1] == rows["test-1"][1] == []
     assert rows["test-2"][1]
 
@@ -393,14 +403,15 @@ def test_features_are_of_the_changed_recording(make, corpus):
 
 def test_ctc_needs_a_frame_a_phone_at_the_largest_speed_too(make, corpus):
     augment = WaveAugment(speed=(1.0, 1.25))
-    utterances = corpus.splits["train"][:3]
+    utterances = corpus.splits["train"][:4]
     slow = [len(filterbanks(u)) for u in utterances]
     fast = [Filterbanks(RATE, n_mels=20).n_frames(int(((n - 1) * 80 + 200) / 1.25)) for n in slow]
     utterances[0] = utterances[0]._replace(phones=(("aa", "b") * slow[0])[: fast[0]])
     utterances[1] = utterances[1]._replace(phones=(("aa", "b") * slow[1])[: fast[1] + 1])
+    utterances[3] = utterances[3]._replace(phones=(), duration=0.03)  # less than a frame at that speed
     corpus.splits["train"] = utterances
-    with pytest.warns(UserWarning, match="1 shorter than its phones"):
-        data = make("fit", wave_augment=augment)
+    with pytest.warns(UserWarning, match="2 shorter than its phones"):
+        data = make("fit", wave_augment=augment, min_seconds=0.0)
     assert set(rows_of(data.train_dataloader())) == {utterances[0].id, utterances[2].id}
 
 

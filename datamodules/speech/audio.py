@@ -243,11 +243,10 @@ def stream_pipe(file: BinaryIO, sample_rate: int, block: int) -> Iterator[Tensor
         size = int(min(2 * block, stated - n))
         held += file.read(max(0, size - len(held)))
         data, held = held[: min(size, len(held)) // 2 * 2], held[size:]
-        if data:
-            yield torch.frombuffer(bytearray(data), dtype=torch.int16).float() / 2**15
-        n += len(data)
-        if len(data) < size // 2 * 2:
+        if not data:
             break
+        yield torch.frombuffer(bytearray(data), dtype=torch.int16).float() / 2**15
+        n += len(data)
     if not n:
         raise AudioError.of(_PIPE, "empty", "it has no samples; start the program that sends them")
     if n + 1 < stated < math.inf:

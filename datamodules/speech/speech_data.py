@@ -1,6 +1,7 @@
 """Speech as filterbanks, with phone labels."""
 
 import zlib
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -76,8 +77,9 @@ class SpeechData(DataModule):
         max_seconds: Longest utterance.
         upsample: Also accept recordings of a lower sampling rate, whose upper band is then empty.
         audio: predict: recordings to recognise instead of the test split: a file, a folder of files, a JSON-lines
-            manifest as in `ManifestCorpus`, but text and phonemes are optional; or several of these. Unusable
-            recordings raise an error and are not left out. The corpus is then not needed.
+            manifest as in `ManifestCorpus`, but text and phonemes are optional; or several of these. An id that occurs
+            in several begins with the name of each: `x/m.jsonl:a.wav`. Unusable recordings raise an error and are not
+            left out. The corpus is then not needed.
         seed: Seed of the order of the training utterances, of `spec_augment` and of `wave_augment`.
         num_workers: Worker processes that load data; 0: none.
 
@@ -261,7 +263,9 @@ class SpeechData(DataModule):
         return self._readings[split]
 
     def _given(self, audio: list[str]) -> "Split":
-        utterances = [u for name in audio for u in recordings(Path(name))]
+        given = [(name, u) for name in audio for u in recordings(Path(name))]
+        counts = Counter(u.id for _, u in given)
+        utterances = [u._replace(id=f"{name}:{u.id}") if counts[u.id] > 1 else u for name, u in given]
         features = read_features(utterances, self._reader, num_workers=self.num_workers)
         if faults := list(features.readings.faults.values()):
             more = f" ({len(faults) - 1} more of {len(utterances)} can't be used)" if len(faults) > 1 else ""

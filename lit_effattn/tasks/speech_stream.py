@@ -101,8 +101,9 @@ def stream_features(saved: Mapping[str, Any], name: str, normalize: str | None =
             "--data.normalize corpus, or give --normalize running, with statistics of the sound so far and more errors "
             "in the first seconds"
         )
-    data = saved.get("SpeechData")
-    statistics = data.get("statistics") if isinstance(data, dict) else None
+    # Its key is the name of the data's class, which may be a subclass of `SpeechData`.
+    states = (part for part in saved.values() if isinstance(part, dict) and {"features", "statistics"} <= part.keys())
+    statistics = next(states, {}).get("statistics")
     if not isinstance(statistics, Tensor) or statistics.shape != (3, n_mels):
         raise ValueError(f"{name}: it lacks the statistics of its training data; use a checkpoint of a training run")
     return StreamFeatures(banks, statistics)
@@ -203,7 +204,7 @@ class SpeechStream:
         features = features if self.normalize is None else self.normalize(features)
         frames = self._front_end(features[None].to(self.model.output.weight), last=last)
         if last and self.model.look_ahead:
-            after = torch.zeros(1, self.model.look_ahead, self.model.backbone.d_input, device=self.model.device)
+            after = self.model.output.weight.new_zeros(1, self.model.look_ahead, self.model.backbone.d_input)
             frames = after if frames is None else torch.cat([frames, after], 1)
         if frames is None:
             return features.new_empty(0, len(self.model.phones) + 1)

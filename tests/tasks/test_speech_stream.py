@@ -28,7 +28,7 @@ from lit_effattn.sequence import tensors
 from lit_effattn.tasks import SpeechRecognizer
 from lit_effattn.tasks.ctc import BeamDecoder, GreedyDecoder
 from lit_effattn.tasks.kept_states import load_stream, save_state, save_stream
-from lit_effattn.tasks.speech_stream import KeptStream, RecognizedPhone, SpeechStream
+from lit_effattn.tasks.speech_stream import KeptStream, RecognizedPhone, SpeechStream, stream_features
 
 PHONES = ("a", "b", "c", "d")
 KINDS: dict[str, Any] = {
@@ -111,7 +111,21 @@ def test_a_stream_that_looks_ahead_is_as_much_later():
     samples = sound(34 * 80 + 120)  # hop 80 samples, frame 200
     n = [len(SpeechStream(model("lstm", "conv", a), Filterbanks(8000, n_mels=10)).log_probs(samples)) for a in (0, 3)]
     assert n == [8, 5]
-    assert SpeechStream(model("lstm", "conv", 3), Filterbanks(8000, n_mels=10))(torch.zeros(0), last=True) == []
+    for dtype in (torch.float32, torch.float64):
+        recognizer = model("lstm", "conv", 3).to(dtype)
+        assert SpeechStream(recognizer, Filterbanks(8000, n_mels=10))(torch.zeros(0), last=True) == []
+        assert SpeechStream(recognizer, Filterbanks(8000, n_mels=10)).log_probs(samples, last=True).dtype == dtype
+
+
+def test_statistics_are_found_whatever_the_name_of_the_data():
+    saved = {
+        "datamodule_hyper_parameters": {"sample_rate": 8000, "n_mels": 10, "normalize": "corpus"},
+        "callbacks": {},
+        "MySpeechData": {"features": "Filterbanks", "statistics": torch.ones(3, 10)},
+    }
+    features = stream_features(saved, "a.ckpt")
+    assert features is not None
+    assert features.statistics is saved["MySpeechData"]["statistics"]
 
 
 def test_times_and_confidence_are_those_of_the_first_frame(monkeypatch: pytest.MonkeyPatch):

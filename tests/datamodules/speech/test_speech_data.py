@@ -289,7 +289,10 @@ def test_predict_takes_recordings_without_the_corpus(make, corpus, tmp_path, cap
     (folder / "linked").symlink_to(elsewhere)
     (folder / "linked again").symlink_to(elsewhere)
     state = make("fit", normalize="corpus").state_dict()
-    data = make(corpus=Absent(), normalize="corpus", audio=[str(first.audio), str(folder), str(manifest)])
+    other = tmp_path / "other.jsonl"
+    other.write_text(json.dumps({"audio_filepath": str(first.audio), "id": "whole"}))
+    given = [str(path) for path in (first.audio, folder, manifest, other)]
+    data = make(corpus=Absent(), normalize="corpus", audio=given)
     data.prepare_data()
     with caplog.at_level("INFO"):
         data.setup("predict")
@@ -299,7 +302,7 @@ def test_predict_takes_recordings_without_the_corpus(make, corpus, tmp_path, cap
     rows = rows_of(data.predict_dataloader())
     part = f"{last.audio.relative_to(tmp_path)}:0.05"
     in_folder = {str(u.audio) for u in corpus.splits["val"]} | {str(folder / "linked" / "far.wav")}
-    assert set(rows) == {str(first.audio), *in_folder, part, "whole"}
+    assert set(rows) == {str(first.audio), *in_folder, part, f"{manifest}:whole", f"{other}:whole"}
     train = torch.cat([filterbanks(u) for u in corpus.splits["train"]])
     assert (rows[str(first.audio)][0] - normal(filterbanks(first), train)).abs().max() < 1e-4
     assert len(rows[part][0]) == 13

@@ -140,7 +140,7 @@ def stored_features(
 def _identity(utterances: Sequence[Utterance], reader: FeatureReader, keep: bool) -> Any:
     settings = [FORMAT, keep, repr(reader.filterbanks), reader.min_seconds, reader.max_seconds, reader.upsample]
     versions = {path: _version(path) for path in {u.audio for u in utterances}}
-    items = [  # with `phones`, since silence without phones is no fault
+    items = [  # silence is a fault if there are phones
         (u.id, str(u.audio.absolute()), versions[u.audio], u.speaker, u.start, u.duration, bool(u.phones))
         for u in utterances
     ]

@@ -148,7 +148,7 @@ class LabelledTexts(LengthBatched):
             faults = self.left_out[split] = Faults()
             for pair in source.pairs(split, faults):
                 texts[split].append(pair.source.encode())
-                labels[split].append(normalize("NFC", pair.target.strip()))
+                labels[split].append(_class_name(pair.target))
             if not texts[split]:
                 first = f"; left out: {faults.first}" if faults else ""
                 raise ValueError(f"{self.name}: no text with a class for {split!r}{first}; add some")
@@ -170,14 +170,17 @@ class LabelledTexts(LengthBatched):
         return pair_sources.files(Path(str(root)), self.columns, numbers=True)
 
     def _drop_header(self, texts: dict[str, list[bytes]], labels: dict[str, list[str]]) -> None:
-        """Leave out first lines whose class is nowhere else in a data set of at least ten texts and three classes."""
+        """Leave out first rows whose class is nowhere else in a data set of at least ten texts and three classes."""
         counts = Counter(label for of_split in labels.values() for label in of_split)
-        firsts = Counter(of_split[0] for of_split in labels.values())
+        rows = pair_sources.first_rows(Path(self.name), self.columns)
+        first_rows = [(row.source.encode(), _class_name(row.target)) for row in rows]
+        firsts = Counter(name for _, name in first_rows)
         repeated = len(set(labels["train"])) < len(labels["train"])
         if counts.total() < _MIN_WITH_HEADER or len(counts) <= 2 or not repeated:
             return
         for split, of_split in labels.items():
-            if counts[name := of_split[0]] == firsts[name] and len(of_split) > 1:
+            is_first = (texts[split][0], name := of_split[0]) in first_rows
+            if is_first and counts[name] == firsts[name] and len(of_split) > 1:
                 message = f"{self.name}: the first text of {split!r} has a class of its own, {name!r}"
                 self.left_out[split].add(Fault("header row", message))
                 del texts[split][0], of_split[0]
@@ -245,6 +248,10 @@ class LabelledTexts(LengthBatched):
                 rank_zero_warn(f"{texts.n_cut:,} of {len(self._lines):,} texts are cut to max_len={self.max_len}")
             return LabelledBytes(texts)
         return LabelledBytes(self._corpus[1][split], packed=self.packed and split == "train")
+
+
+def _class_name(label: str) -> str:
+    return normalize("NFC", label.strip())
 
 
 class LabelledBytes(Items):

@@ -88,6 +88,17 @@ def files(
     return PairSource("files", with_held_out(reads), [stats, sorted(paths), suffixes or columns, numbers])
 
 
+def first_rows(root: Path, columns: tuple[str, str]) -> list[Pair]:
+    """Return the first pair of each of `files` that has rows and none with names of columns."""
+    firsts = []
+    for (path,) in _paths(root, None).values():
+        if not path.name.lower().endswith((".jsonl", ".jsonl.gz")):
+            pairs = _paired(partial(read_records, path, columns), columns, numbers=True)
+            first = next((pair for pair in pairs if isinstance(pair, Pair) or pair.reason != "empty"), None)
+            firsts += [first] if isinstance(first, Pair) else []
+    return firsts
+
+
 def _paths(root: Path, suffixes: tuple[str, str] | None) -> dict[str, list[Path]]:
     """Return the file of each split, or its two aligned ones; of "train" alone if there is a single file or pair."""
     endings = [(ending,) for ending in SUFFIXES] if suffixes is None else [tuple(f".{suffix}" for suffix in suffixes)]

@@ -125,6 +125,15 @@ def test_a_class_is_written_in_one_way(tmp_path):
         assert data.classes == ("gro\u00df\u00e4", "klein")
         assert not any("different classes" in str(w.message) for w in warned)
         assert len(items(data.train_dataloader(), data.classes)) == 12
+    rows = [("t2", "rare"), ("t7", "klein"), ("t20", "klein"), *rows]
+    objects = [json.dumps({"text": text, "label": label}) for text, label in rows]
+    (tmp_path / "whole.tsv").write_text("\n".join(map("\t".join, [rows[-1], *rows])))  # t2 and t20 are for test
+    for root in (
+        write(tmp_path / "j", suffix="jsonl", lines=objects),
+        write(tmp_path / "c", suffix="csv", lines=["text,label", *map(",".join, rows)]),
+        str(tmp_path / "whole.tsv"),
+    ):
+        assert "rare" in LabelledTexts(root).classes  # though it is of a first text alone
     root = write(tmp_path / "y", suffix="jsonl", lines=['{"text": "a", "label": true}', '{"text": "b", "label": 1}'])
     with pytest.raises(ValueError, match="'true' and '1' are both classes"):
         ready(root=root)

@@ -222,12 +222,16 @@ def cached_folder(folder: Path, make: Callable[[Path], None], is_whole: Callable
 
     Raises:
         OSError: If the folder above can't be written to.
+        ValueError: If it is the working directory and is not complete.
     """
     from filelock import FileLock
 
+    folder = folder.resolve()  # a link stays
     with suppress(NotADirectoryError):  # a file is in the place of a folder above
         if is_whole(folder):
             return
+    if folder == Path.cwd():
+        raise ValueError(f"{folder} is the working directory, which a folder can't replace; name another")
     # The default folder holds the compiled kernels too, so only this user may write to it.
     mode = 0o700 if folder.parent.name == NAME else 0o777
     try:

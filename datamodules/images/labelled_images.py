@@ -48,7 +48,7 @@ class LabelledImages(PixelSequences):
             ValueError: If an image of the folder is not in a subfolder, or there are fewer than two classes.
         """
         if self.dataset == "folder":
-            return _class_folders(self.root, image_sources.folder(self.root)[0])
+            return _class_folders(self.root, self._folder[0])
         return _CLASSES[self.dataset]
 
     @property

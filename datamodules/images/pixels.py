@@ -13,6 +13,7 @@ from torch.utils.data import Dataset
 
 from lit_effattn.checks import applicable, at_least
 from lit_effattn.datamodules.common.base import DataModule
+from lit_effattn.datamodules.common.faults import Faults
 from lit_effattn.datamodules.common.sampling import ShardedBatches, digest, processes
 from lit_effattn.datamodules.common.splits import PURPOSES
 from lit_effattn.datamodules.images import sources as image_sources
@@ -60,7 +61,12 @@ class PixelSequences(DataModule):
         channels: folder: 3 for colour (default), 1 for grey.
         download: mnist, fashion_mnist, cifar10: download files that are missing; default: true.
         verify: folder: decode every image once before the run, to find broken ones early; default: true.
-        max_pixels: folder: reject images with more pixels, which would exhaust the memory; default: 67,108,864.
+        max_pixels: folder: reject images with more pixels, which would exhaust the memory; at most 178,956,970,
+            Pillow's limit; default: 67,108,864.
+
+    Attributes:
+        image_shape: Height, width and channels of an image.
+        n_levels: Number of levels. Values are 0 to `n_levels - 1`.
 
     Raises:
         ValueError: If an argument is out of its range or does not apply to the data set.
@@ -97,6 +103,8 @@ class PixelSequences(DataModule):
         )
         at_least(1, batch_size=batch_size, eval_batch_size=eval_batch_size, image_size=image_size)
         at_least(1, max_pixels=max_pixels)
+        if max_pixels is not None and max_pixels > image_sources.PILLOW_PIXELS:
+            raise ValueError(f"max_pixels={max_pixels} must be at most {image_sources.PILLOW_PIXELS}, Pillow's limit")
         kind = _KINDS[dataset]
         if n_levels is not None and not 2 <= n_levels <= kind.n_levels:
             raise ValueError(
@@ -113,18 +121,13 @@ class PixelSequences(DataModule):
         self.max_pixels = image_sources.MAX_PIXELS if max_pixels is None else max_pixels
         self.splits: dict[str, PixelDataset] = {}
         self._logged: set[str] = set()
-        self._n_levels = kind.n_levels if n_levels is None else n_levels
-        self._image_shape = kind.shape or _folder_shape(root, image_size, channels)
+        self.n_levels: int = kind.n_levels if n_levels is None else n_levels
+        self.image_shape = kind.shape or _folder_shape(root, image_size, channels)
 
-    @property
-    def image_shape(self) -> tuple[int, int, int]:
-        """Height, width and channels of an image."""
-        return self._image_shape
-
-    @property
-    def n_levels(self) -> int:
-        """Number of levels. Values are 0 to `n_levels - 1`."""
-        return self._n_levels
+    @cached_property
+    def _folder(self) -> tuple[dict[str, list[Path]], Faults]:
+        """The images of `dataset="folder"` by split, and what is left out."""
+        return image_sources.folder(self.root)
 
     @property
     def places(self) -> list[Path]:
@@ -137,7 +140,7 @@ class PixelSequences(DataModule):
     @property
     def test_files(self) -> list[str]:
         """The files of the test images in their order, relative to `root`, if each has one."""
-        paths = image_sources.folder(self.root)[0]["test"] if self.dataset == "folder" else []
+        paths = self._folder[0]["test"] if self.dataset == "folder" else []
         return [path.relative_to(self.root).as_posix() for path in paths]
 
     def to_images(self, levels: Tensor) -> Tensor:
@@ -154,8 +157,8 @@ class PixelSequences(DataModule):
         if self.dataset in image_sources.N_TRAIN:
             image_sources.prepare(self.dataset, self.root, self.download)
         elif self.dataset == "folder" and self.verify:
-            splits, _ = image_sources.folder(self.root)
-            image_sources.verify_images([path for paths in splits.values() for path in paths], self.max_pixels)
+            paths = [path for of_split in self._folder[0].values() for path in of_split]
+            image_sources.verify_images(paths, self.image_shape[2], self.max_pixels)
 
     def setup(self, stage: str) -> None:
         """Load the splits of the stage, fit, validate, test or predict, and log their sizes and the files left out.
@@ -180,13 +183,13 @@ class PixelSequences(DataModule):
             rank_zero_warn(
                 f"{self.dataset}: {sum(sizes.values()):,} training images in {self.root} instead of {official:,}"
             )
-        if self.dataset == "folder" and (faults := image_sources.folder(self.root)[1]):
+        if self.dataset == "folder" and (faults := self._folder[1]):
             rank_zero_warn(f"{self.root}: {len(faults)} left out:\n  {faults}")
 
     def _load(self, test: bool) -> dict[str, Any]:
         """Return a `PixelDataset` for each split."""
         if self.dataset == "folder":
-            paths, _ = image_sources.folder(self.root)
+            paths = self._folder[0]
             return {name: ImageFiles(paths[name], self.image_shape, self.n_levels, self.max_pixels) for name in paths}
         native = _KINDS[self.dataset].n_levels
         images = image_sources.images(self.dataset, self.root, test)

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 EXTENSIONS = (".bmp", ".gif", ".jpeg", ".jpg", ".png", ".ppm", ".tif", ".tiff", ".webp")
 _NAMED = 10  # broken images that an error names after the first
 MAX_PIXELS = 2**26  # of an image file: 8192 × 8192, 270 MB in Pillow
+PILLOW_PIXELS = 178_956_970  # Pillow rejects larger images
 
 
 def _split_off(values: Tensor, **counts: int) -> dict[str, Tensor]:
@@ -245,14 +246,14 @@ def _flat(image: "Image", file_format: str | None) -> "Image":
     return image
 
 
-def verify_images(paths: Sequence[Path], max_pixels: int = MAX_PIXELS) -> None:
-    """Decode every image once. More than 2000 images show a progress bar.
+def verify_images(paths: Sequence[Path], channels: int, max_pixels: int = MAX_PIXELS) -> None:
+    """Decode every image once, as `read_image` does. More than 2000 images show a progress bar.
 
     Raises:
         ValueError: If images are broken. The message names the first ones.
     """
     with ThreadPoolExecutor() as pool, progress_bar(disable=len(paths) <= 2000) as bar:
-        faults = pool.map(lambda path: _fault(path, max_pixels), paths)
+        faults = pool.map(lambda path: _fault(path, channels, max_pixels), paths)
         tracked = bar.track(faults, total=len(paths), description="Checking images")
         broken = {path: fault for path, fault in zip(paths, tracked, strict=True) if fault is not None}
     if broken:
@@ -262,9 +263,9 @@ def verify_images(paths: Sequence[Path], max_pixels: int = MAX_PIXELS) -> None:
         raise ValueError(f"{broken[first]}{also}")
 
 
-def _fault(path: Path, max_pixels: int) -> str | None:
+def _fault(path: Path, channels: int, max_pixels: int) -> str | None:
     try:
-        _decode(path, 3, max_pixels)
+        _decode(path, channels, max_pixels)
     except ValueError as error:
         return str(error)
     return None

@@ -489,8 +489,14 @@ def test_broken_image_is_named(tmp_path):
     with pytest.raises(ValueError, match=f"{broken}: not a readable image .*remove it or replace it"):
         PixelSequences(**options).prepare_data()
     PixelSequences(**options, verify=False).prepare_data()
+    Image.new("LAB", (9, 9)).save(tmp_path / "even" / "000.tif")
+    broken.unlink()
+    PixelSequences(**options).prepare_data()
+    with pytest.raises(ValueError, match=r"even/000\.tif: not a readable image"):
+        PixelSequences(**options, channels=1).prepare_data()
+    broken.write_bytes(b"")
     (tmp_path / "even" / "002.bmp").write_bytes(b"")
-    with pytest.raises(ValueError, match=r"even/000\.png.* Of 12 images, 1 more are broken: \S*even/002\.bmp$"):
+    with pytest.raises(ValueError, match=r"even/000\.png.* Of 13 images, 1 more are broken: \S*even/002\.bmp$"):
         PixelSequences(**options).prepare_data()
     broken.write_text("text")
     with pytest.raises(ValueError, match=f"{broken}: not a readable image"):
@@ -507,6 +513,8 @@ def test_an_image_that_would_fill_the_memory_is_not_decoded(tmp_path, monkeypatc
         PixelSequences(**options).prepare_data()
     huge.unlink()
     PixelSequences(**options, max_pixels=40 * 30).prepare_data()
+    with pytest.raises(ValueError, match="max_pixels=178956971 must be at most 178956970, Pillow's limit"):
+        PixelSequences(**options, max_pixels=178_956_971)
     with pytest.raises(ValueError, match="more than max_pixels=1199"):
         PixelSequences(**options, max_pixels=40 * 30 - 1).prepare_data()
 

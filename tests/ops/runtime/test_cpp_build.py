@@ -223,3 +223,14 @@ def test_prepared_data_name_a_cache_that_cannot_be_written_to(tmp_path: Path):
     (tmp_path / "file").write_text("")
     with pytest.raises(OSError, match=r"file/lit-effattn for prepared data can't be written to .*XDG_CACHE_HOME"):
         cached_folder(tmp_path / "file" / "lit-effattn" / "data", Path.mkdir, lambda folder: False)
+
+
+def test_prepared_data_behind_a_link(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    (tmp_path / "far").mkdir()
+    (tmp_path / "near").symlink_to("far")
+    cached_folder(tmp_path / "near", lambda folder: (folder / "a").touch(), lambda folder: (folder / "a").exists())
+    assert (tmp_path / "far" / "a").exists()
+    assert (tmp_path / "near").is_symlink()
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ValueError, match="is the working directory"):
+        cached_folder(Path(), Path.touch, lambda folder: False)

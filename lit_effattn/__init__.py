@@ -36,7 +36,7 @@ __all__ = [
     "__version__",
 ]
 
-_MODULES = {
+EXPORTS = {
     "EncoderDecoder": "lit_effattn.nn.encoder_decoder",
     "LSTM": "lit_effattn.nn.lstm",
     "LanguageModel": "lit_effattn.tasks",
@@ -54,9 +54,9 @@ def __getattr__(name: str) -> Any:
         from importlib.metadata import version
 
         return version("lit-effattn")
-    if name not in _MODULES:
+    if name not in EXPORTS:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return globals().setdefault(name, getattr(importlib.import_module(_MODULES[name]), name))
+    return globals().setdefault(name, getattr(importlib.import_module(EXPORTS[name]), name))
 
 
 def __dir__() -> list[str]:

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 from lit_effattn import registry
 
 T = TypeVar("T", bound="HasInitArgs")
-_CLASS = re.compile(r"(\w+\.)+([A-Z]\w*)")
+_CLASS = re.compile(r"(\w+\.){2,}([A-Z]\w*)")
 
 
 class HasInitArgs:
@@ -123,6 +123,8 @@ def flat(settings: Any, name: str = "") -> dict[str, Any]:
     Examples:
         >>> flat({"model": {"class_path": "a.B", "init_args": {"c": [1, {"class_path": "d.E"}]}}})
         {'model': 'B', 'model.c.0': 1, 'model.c.1': 'E'}
+        >>> flat({"data": {"root": "old.TXT"}, "model": {"attention": "lit_effattn.attention.LinearAttention"}})
+        {'data.root': 'old.TXT', 'model.attention': 'LinearAttention'}
     """
     parts: Iterator[tuple[str, Any]]
     if isinstance(settings, Mapping) and settings:
@@ -135,6 +137,7 @@ def flat(settings: Any, name: str = "") -> dict[str, Any]:
     result: dict[str, Any] = {}
     for key, value in parts:
         inside = name if key in ("init_args", "class_path") else f"{name}.{key}".removeprefix(".")
+        value = value.rpartition(".")[2] if key == "class_path" and isinstance(value, str) else value
         if key != "init_args" or value:  # empty: nothing was set
             result.update(flat(value, inside))
     return result

@@ -14,7 +14,7 @@ from lit_effattn.analysis.records import RunRecord, differences, read_run
 from lit_effattn.analysis.tables import Table, comma_separated, from_columns, markdown, show
 from lit_effattn.checkpoints.files import whole
 from lit_effattn.checkpoints.printable import printable
-from lit_effattn.checkpoints.runs import short
+from lit_effattn.checkpoints.runs import is_checkpoint, short
 from lit_effattn.checkpoints.shipped import model_path
 from lit_effattn.settings.tools import add_trust, tool_parser
 
@@ -77,11 +77,14 @@ def compare(args: list[str]) -> None:
 
 
 def names_of(paths: Sequence[Path]) -> list[str]:
-    """Return names of runs: the configuration's name, with the time if several runs have it; of a file, its own."""
+    """Return names of runs: the configuration's name, with the time if several runs have it; of a checkpoint, its own.
+
+    Of several checkpoints of one name, their paths.
+    """
     resolved = [path.resolve() for path in paths]
-    names = [Path(short(path)).name if path.is_file() else path.parent.name for path in resolved]
+    names = [Path(short(path)).name if is_checkpoint(path) else path.parent.name for path in resolved]
     return [
-        name if names.count(name) == 1 else f"{path.parent.name}/{path.name}"
+        name if names.count(name) == 1 else short(path) if is_checkpoint(path) else f"{path.parent.name}/{path.name}"
         for name, path in zip(names, resolved, strict=True)
     ]
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import csv
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from math import isfinite
@@ -19,6 +19,7 @@ from lit_effattn.checkpoints.plain_yaml import parse_yaml
 from lit_effattn.checkpoints.runs import LAST, PREVIOUS, check_contained, is_checkpoint, small_text
 from lit_effattn.datamodules.common.files import regular
 from lit_effattn.hparams import flat
+from lit_effattn.settings.defaults import split
 from lit_effattn.tasks import Task
 
 Curve = dict[int, float]
@@ -50,6 +51,7 @@ class RunRecord:
         state_length: The number of positions; None if the state has a fixed size.
         monitor: The task's validation metric; lower is better.
         remark: Why something is missing.
+        defaults: Names of the settings that are as by default.
     """
 
     path: Path
@@ -63,6 +65,7 @@ class RunRecord:
     state_length: int | None = None
     monitor: str | None = None
     remark: str = ""
+    defaults: Collection[str] = ()
 
     @property
     def final(self) -> dict[str, float]:
@@ -86,7 +89,8 @@ def read_run(path: Path, *, length: int | None = None, trust: Sequence[str] = ()
     Raises:
         ValueError: If `path` is not the folder of a run, or its configuration can't be read.
     """
-    settings = flat(read_config(path))
+    config = read_config(path)
+    settings = flat(config)
     columns, seconds, seconds_per_step = _read_log(path / "csv")
     peaks = {}
     for column, name in _MEMORY.items():
@@ -94,6 +98,7 @@ def read_run(path: Path, *, length: int | None = None, trust: Sequence[str] = ()
             peaks[name] = int(max(values))
     curves = {name: curve for name, curve in columns.items() if not name.startswith("cost/")}
     known: dict[str, Any] = {"seconds": seconds, "seconds_per_step": seconds_per_step, "peak_memory": peaks}
+    known["defaults"] = flat(split(config)[1]).keys()
     files = (path, *(path / "checkpoints" / name for name in (LAST, PREVIOUS, "best.ckpt")))
     checkpoint = next((file for file in files if is_checkpoint(file)), None)
     if checkpoint is None:
@@ -114,7 +119,7 @@ def read_config(path: Path) -> dict[str, Any]:
     Raises:
         ValueError: If `path` is not the folder of a run, or its configuration can't be read.
     """
-    if path.is_file():
+    if is_checkpoint(path):
         return own_config(path) or {"model": saved_model(read_outline(path))}
     if (file := config_file(path)) is None:
         runs = sorted(config.parent for config in path.glob("*/config.yaml"))
@@ -130,11 +135,18 @@ def read_config(path: Path) -> dict[str, Any]:
 
 
 def differences(runs: Sequence[RunRecord]) -> dict[str, list[Any]]:
-    """Return the settings that differ between runs, by name: the value in each run, None if it is missing."""
-    settings = _aligned([run.settings for run in runs])
-    names = dict.fromkeys(name for of_run in settings for name in of_run if name not in _NOT_SETTINGS)
-    rows = {name: [of_run.get(name) for of_run in settings] for name in names}
-    return {name: values for name, values in rows.items() if any(value != values[0] for value in values)}
+    """Return the settings that differ between runs, by name: the value in each run, None if it is missing.
+
+    A configuration may leave out defaults: a missing setting does not differ from the default.
+    """
+    settings = _aligned([{name: (value, name in run.defaults) for name, value in run.settings.items()} for run in runs])
+    rows: dict[str, list[Any]] = {}
+    for name in dict.fromkeys(name for of_run in settings for name in of_run if name not in _NOT_SETTINGS):
+        stated = [of_run[name] for of_run in settings if name in of_run]
+        values = [of_run.get(name, (None, True))[0] for of_run in settings]
+        if any(setting != (stated[0][0], True) for setting in stated) and any(value != values[0] for value in values):
+            rows[name] = values
+    return rows
 
 
 def _aligned(settings: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:

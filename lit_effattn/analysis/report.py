@@ -31,7 +31,7 @@ from lit_effattn.analysis.report_samples import (
 from lit_effattn.analysis.tables import Table
 from lit_effattn.checkpoints.files import whole
 from lit_effattn.checkpoints.printable import printable
-from lit_effattn.checkpoints.runs import LAST, PREVIOUS, find_checkpoint, is_checkpoint, output_folder, short
+from lit_effattn.checkpoints.runs import LAST, PREVIOUS, find_checkpoint, is_checkpoint, output_folder, run_of, short
 from lit_effattn.checkpoints.shipped import is_model
 from lit_effattn.settings.defaults import split
 from lit_effattn.settings.tools import ROOT, add_trust, tool_parser
@@ -107,8 +107,7 @@ def find_run(name: str) -> tuple[Path, Path | None]:
     path = Path(name)
     if is_checkpoint(path) or name in ("best", "last") or is_model(name):
         checkpoint = find_checkpoint(name, Path(ROOT), option="report")
-        folder = checkpoint.parent.parent
-        return folder if (folder / "config.yaml").is_file() else checkpoint, checkpoint
+        return run_of(checkpoint) or checkpoint, checkpoint
     if not path.is_dir() and (Path(ROOT) / name).is_dir():
         path = find_checkpoint("last", Path(ROOT) / name, option="report").parent.parent
     if not path.is_dir():
@@ -126,7 +125,7 @@ def html_file(output: str | None, folder: Path) -> Path:
         if Path(output).exists():
             raise FileExistsError(f"--output {output} exists; name another file, or delete it")
         return Path(output)
-    if folder.is_file():
+    if is_checkpoint(folder):
         folder = output_folder(folder, Path(ROOT)) or folder.parent
     names = (folder / f"report{f'_{i}' if i else ''}.html" for i in count())
     return next(path for path in names if not path.exists())

@@ -70,7 +70,7 @@ def by_rate(kinds: Sequence[str], rates: Sequence[float], outcomes: Outcomes) ->
     """Return the validation metric of each kind at each rate, or the reason for its failure."""
 
     def tried(outcome: Outcome) -> Any:
-        return outcome.score if math.isfinite(outcome.score) else outcome.reason
+        return outcome.score if math.isfinite(outcome.score) else outcome.failure
 
     monitors = {outcome.record.monitor: None for outcome in outcomes.values() if outcome.record is not None}
     rows = [[kind, *(tried(outcomes[Cell(kind, rate, 0)]) for rate in rates)] for kind in kinds]
@@ -84,7 +84,11 @@ def by_kind(kinds: Sequence[str], chosen: Mapping[str, float], outcomes: Outcome
     for kind in kinds:
         at_best = sorted(cell for cell in outcomes if cell.kind == kind and cell.rate == chosen.get(kind))
         runs.append([record for cell in at_best if (record := outcomes[cell].record) is not None])
-    reasons = {cell.kind: outcome.reason for cell, outcome in reversed([*outcomes.items()]) if outcome.reason}
+    reasons = {
+        cell.kind: outcome.failure
+        for cell, outcome in reversed([*outcomes.items()])
+        if outcome.failure and chosen.get(cell.kind, cell.rate) == cell.rate
+    }
     metrics = dict.fromkeys(name for of_kind in runs for run in of_kind for name in _scores(run))
     columns: dict[str, list[Any]] = {
         "kind": list(kinds),

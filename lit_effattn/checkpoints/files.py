@@ -124,10 +124,13 @@ def remove(path: Path) -> None:
 
 
 def remove_parts(folder: Path) -> None:
-    """Delete the unfinished checkpoints of ended processes in `folder`, and restore names: see `put`."""
+    """Delete the unfinished checkpoints of ended processes in `folder`, and restore names: see `put`.
+
+    This process is writing none. Those with its number are of an ended one, such as of a container that is restarted.
+    """
     for path in (*folder.glob(f".*{_PART}"), *folder.glob(f".*{_BEFORE}")):
         process = path.suffixes[-2][1:] if len(path.suffixes) > 1 else ""
-        if not process.isdecimal() or int(process) == os.getpid() or _is_running(int(process)):
+        if not process.isdecimal() or (int(process) != os.getpid() and _is_running(int(process))):
             continue
         name = path.with_name(path.name[1:].removesuffix(f".{process}{_BEFORE}"))
         with suppress(OSError):

@@ -15,6 +15,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, ClassVar, NamedTuple
 
+from lit_effattn import EXPORTS
 from lit_effattn.checkpoints.runs import short
 
 
@@ -121,6 +122,8 @@ def find(name: str) -> Any:
 def imported(name: str) -> type | None:
     """Return the class of a full name, None if there is none or its module has not been imported. Imports nothing."""
     module, _, attribute = name.rpartition(".")
+    if module == "lit_effattn":  # which imports what it exports when it is first asked for
+        module = EXPORTS.get(attribute, module)
     kind = vars(sys.modules[module]).get(attribute) if module in sys.modules else None
     return kind if isinstance(kind, type) else None
 

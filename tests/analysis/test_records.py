@@ -53,8 +53,8 @@ def test_settings_are_flat_and_only_differences_are_told(tmp_path):
     def config(kind: str, **more):
         return {"model": {"class_path": "a.b.Model", "init_args": {"attention": kind, **more}}, "n": [1, 2]}
 
-    first = read_run(a_run(tmp_path / "a", {}, **config("x.Linear", chunk=3), ckpt_path="p"))
-    second = read_run(a_run(tmp_path / "b", {}, **config("y.Softmax")))
+    first = read_run(a_run(tmp_path / "a", {}, **config("x.y.Linear", chunk=3), ckpt_path="p"))
+    second = read_run(a_run(tmp_path / "b", {}, **config("y.z.Softmax")))
     assert first.settings["model"] == "Model"
     assert differences([first, second]) == {
         "model.attention": ["Linear", "Softmax"],
@@ -69,6 +69,14 @@ def test_one_attention_and_a_list_of_one_are_the_same_setting(tmp_path):
     runs = [read_run(a_run(tmp_path / name, {}, model={"attention": kind})) for name, kind in kinds.items()]
     assert differences(runs[:2]) == {}
     assert differences(runs) == {"model.attention.1": [None, None, "SoftmaxAttention"]}
+
+
+def test_a_default_that_another_configuration_leaves_out_is_no_difference(tmp_path):
+    """Such as that of a shipped model."""
+    trainers = [{"accelerator": "auto", "max_steps": 3}, {"devices": "auto"}, {"accelerator": "cpu"}]
+    runs = [read_run(a_run(tmp_path / str(i), {}, trainer=trainer)) for i, trainer in enumerate(trainers)]
+    assert differences(runs[:2]) == {"trainer.max_steps": [3, None]}
+    assert differences(runs)["trainer.accelerator"] == ["auto", None, "cpu"]
 
 
 def test_files_that_cannot_be_read_are_named(tmp_path: Path):

@@ -45,6 +45,7 @@ from lit_effattn.tasks import LanguageModel, PixelModel, Task
 from lit_effattn.tasks.options import ImageOptions, TextOptions
 from lit_effattn.tasks.predictions import write_lines
 from tests.analysis.test_sweep import CONFIG as SWEEP
+from tests.support.checkpoint_parts import divide
 from tests.support.commands import fails, spec
 
 CONFIG = {**SWEEP, "trainer": {**SWEEP["trainer"], "default_root_dir": "runs/tiny"}}
@@ -165,6 +166,16 @@ def test_runs_are_found(run: Path, capsys):
     assert find_run("last")[1].name == "last.ckpt"
     shutil.copy(best, "alone.ckpt")
     assert find_run("alone.ckpt") == (Path("alone.ckpt").resolve(), Path("alone.ckpt").resolve())
+    Path("proj/weights").mkdir(parents=True)
+    Path("proj/config.yaml").write_text("of: another program")
+    alone = Path(shutil.copy(best, "proj/weights")).resolve()
+    assert find_run(str(alone)) == (alone, alone)
+    divided = divide(torch.load(best, weights_only=True), Path("divided.ckpt"), 2)
+    main(["report", str(divided), "--samples", "0"])
+    assert Path("report.html").is_file()
+    main(["compare", str(divided), str(best), str(alone), "--format", "csv"])
+    named = [line.partition(",")[0] for line in capsys.readouterr().out.splitlines() if ".ckpt" in line]
+    assert named[-3:] == ["divided.ckpt", str(best.relative_to(Path.cwd())), "proj/weights/best.ckpt"]
     assert "report missing: there is no such folder" in fails(capsys, "report", "missing")
     assert "--length 1 must be at least 2" in fails(capsys, "report", "tiny", "--length", "1")
 

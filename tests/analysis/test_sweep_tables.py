@@ -25,7 +25,10 @@ def test_a_rate_that_diverged_is_not_the_best(bad, first):
     assert best_rate("a", outcomes) == 0.3
     assert best_rate("a", {Cell("a", 0.1, 0): outcome(bad)}) is None
     assert best_rate("a", {Cell("a", 0.1, 0): outcome()}) is None
-    assert "| a |  | 3 | 2 |" in markdown(by_rate(["a"], [0.1, 0.2, 0.3], outcomes))
+    never = "its validation metric was never finite"
+    assert f"| a | {never} | 3 | 2 |" in markdown(by_rate(["a"], [0.1, 0.2, 0.3], outcomes))
+    assert never not in markdown(by_kind(["a"], {"a": 0.3}, outcomes))  # of another rate
+    assert f"| b | {never} |" in markdown(by_kind(["b"], {}, {Cell("b", 0.1, 0): outcome(bad)}))
 
 
 def test_a_run_without_a_score_says_why():

@@ -169,12 +169,12 @@ def test_where_the_file_system_has_no_links_the_one_before_is_kept_too(saved: Pa
 def test_only_unfinished_files_of_dead_processes_are_removed(tmp_path: Path):
     ended = subprocess.Popen(["true"])
     ended.wait()
-    own, gone, other = (tmp_path / f".last.ckpt.{n}.part" for n in (os.getpid(), ended.pid, "of-somebody"))
+    same_number, gone, other = (tmp_path / f".last.ckpt.{n}.part" for n in (os.getpid(), ended.pid, "of-somebody"))
     running = tmp_path / ".best.ckpt.1.part"
-    for path in (own, gone, other, running):
+    for path in (same_number, gone, other, running):
         path.touch()
     remove_parts(tmp_path)
-    assert files(tmp_path) == sorted(path.name for path in (own, other, running))
+    assert files(tmp_path) == sorted(path.name for path in (other, running))
     remove_parts(tmp_path / "nowhere")
 
 

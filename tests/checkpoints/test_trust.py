@@ -3,7 +3,9 @@ from pathlib import Path
 
 import pytest
 
-from lit_effattn.checkpoints.trust import Trust
+import lit_effattn
+from lit_effattn.checkpoints.trust import Trust, imported
+from lit_effattn.nn.transformer import Transformer
 
 
 @pytest.fixture
@@ -53,3 +55,8 @@ def test_a_class_itself_can_be_trusted():
 def test_one_string_is_no_list_of_names():
     with pytest.raises(ValueError, match=r"give a tuple of names: trust=\('mine',\)"):
         Trust("mine")
+
+
+def test_a_class_that_the_package_exports_is_known_before_it_is_asked_for(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.delitem(vars(lit_effattn), "Transformer", raising=False)
+    assert imported("lit_effattn.Transformer") is Transformer

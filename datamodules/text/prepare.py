@@ -83,7 +83,8 @@ def prepare(
     Args:
         source: A file, or a folder with its subfolders, of which train, val and test are the splits. Each .txt is a
             document, and so is each line of a .jsonl, an object with the text in `field`, and each record of a FASTA
-            file (.fasta, .fa, .faa). All may be compressed (.gz), or begin with a byte-order mark of UTF-8.
+            file (.fasta, .fas, .fa, .faa, .fna, .ffn, .frn). All may be compressed (.gz), or begin with a byte-order
+            mark of UTF-8.
         folder: The folder to make.
         tokens: As for `TextStream`. Default: bytes. Characters, words and bpe are learnt from the beginnings of all
             shards; if there are splits, of those of train.

@@ -9,7 +9,7 @@ from lit_effattn.datamodules.common.json_data import parse_json
 from lit_effattn.datamodules.common.records import field as value_of
 
 LINES = (".jsonl",)
-FASTA = (".fasta", ".fa", ".faa")
+FASTA = (".fasta", ".fas", ".fa", ".faa", ".fna", ".ffn", ".frn")
 SUFFIXES = tuple(suffix + end for suffix in LINES + FASTA for end in ("", ".gz"))
 """Endings of the names of such files."""
 

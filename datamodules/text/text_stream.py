@@ -73,10 +73,10 @@ class TextStream(DataModule):
             no network. enwik8, text8: the file of that name, divided 90/5/5, each part one document. wikitext103:
             wiki.train.tokens and so on, each one document. files: a text file, divided 90/5/5; or a folder, each file a
             document; its subfolders train, val and test are the splits, otherwise files are divided by name, 90/5/5.
-            Each line of a .jsonl and each record of a FASTA file (.fasta, .fa, .faa; all also with .gz) is a document;
-            without subfolders, every 20th is for test, and the next for validation. huggingface: a data set, each row a
-            document; its splits train, validation and test, or every 20th row of train. prepared: a folder that
-            `lit-effattn data prepare` made of a text of any size; it has its own tokenizer and splits.
+            Each line of a .jsonl and each record of a FASTA file is a document; without subfolders, every 20th is for
+            test, and the next for validation. huggingface: a data set, each row a document; its splits train,
+            validation and test, or every 20th row of train. prepared: a folder that `lit-effattn data prepare` made of
+            a text of any size; it has its own tokenizer and splits.
         tokens: bytes: the 256 bytes. characters: those of the training text. words: separated by white space, with
             `<eos>` for line ends. bpe: byte-pair encoding, learnt from the training text. amino_acids: the one-letter
             code of proteins. Characters and words that are not in the training text are `<unk>`, letters that are no
@@ -96,8 +96,9 @@ class TextStream(DataModule):
         num_workers: Worker processes that load data; 0: none.
         root: enwik8, text8, wikitext103: folder of the files; default: data, data, data/wikitext-103.
             files, prepared: the folder (or file); required.
-        glob: files: pattern of the files in a folder, such as `**/*.md`; default: all that end in .txt, .jsonl, .fasta,
-            .fa, .faa, the last four also with .gz. Others, hidden files and empty ones are left out, counted and named.
+        glob: files: pattern of the files in a folder, such as `**/*.md`; default: all that end in .txt, .jsonl or, for
+            FASTA, .fasta, .fas, .fa, .faa, .fna, .ffn, .frn, all but .txt also with .gz. Others, hidden files and empty
+            ones are left out, counted and named.
         path: huggingface: name or folder of the data set; required.
         subset: huggingface: configuration of the data set, if it has several.
         column: huggingface: column of the text; files: name of the text in a .jsonl; default: text. `review.body` is

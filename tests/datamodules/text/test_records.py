@@ -41,7 +41,7 @@ def documents(store: TokenStore, split: str) -> list[str]:
 
 
 @pytest.mark.parametrize("end", ["\n", "\r\n"])
-@pytest.mark.parametrize("name", ["x.fasta", "x.FA", "x.faa.gz"])
+@pytest.mark.parametrize("name", ["x.fasta", "x.FA", "x.fna", "x.faa.gz"])
 def test_every_20th_record_of_a_fasta_file_is_for_test_with_its_header(tmp_path: Path, name: str, end: str):
     content = fasta(TEXTS, HEADERS, end).encode()
     (tmp_path / name).write_bytes(gzip.compress(content) if name.endswith(".gz") else content)

@@ -129,7 +129,7 @@ class MaskedLanguageModel(Task):
         """Return x̃, and the targets, which are `IGNORE` where they are not scored: (B, N) each."""
         tokens = batch.targets
         if self.training:
-            chosen, kind, drawn = torch.rand(3, *tokens.shape, device=tokens.device)
+            chosen, kind, drawn = torch.rand(3, *tokens.shape, dtype=torch.float32, device=tokens.device)
         else:
             rows = torch.arange(tokens.size(1), device=tokens.device).expand_as(tokens)
             offsets = rows if batch.offsets is None else batch.offsets

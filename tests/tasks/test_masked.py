@@ -84,7 +84,17 @@ def test_the_shares_of_the_masks(training: bool):
     """Within five standard deviations."""
     n = 200_000
     tokens = torch.randint(20, (4, n // 4))
-    shown, targets = model().train(training).masked(TokenBatch(tokens, tokens, offsets=torch.arange(n).view(4, -1)))
+    batch, task = TokenBatch(tokens, tokens, offsets=torch.arange(n).view(4, -1)), model().train(training)
+    drawn = []
+    for dtype in (torch.bfloat16, torch.float32):  # the default of precision=bf16-true, and of others
+        torch.manual_seed(0)
+        torch.set_default_dtype(dtype)
+        try:
+            drawn.append(task.masked(batch))
+        finally:
+            torch.set_default_dtype(torch.float32)
+    shown, targets = drawn[0]
+    assert torch.equal(shown, drawn[1][0])
     scored = targets != IGNORE
     assert torch.equal(targets[scored], tokens[scored])
     assert torch.equal(shown[~scored], tokens[~scored])
@@ -94,9 +104,9 @@ def test_the_shares_of_the_masks(training: bool):
     kept = 0.1 + 0.1 / (V - 1)  # a random token may be the true one
     for count, total, share in ((n_scored, n, 0.15), (masked.sum(), n_scored, 0.8), (same.sum(), n_scored, kept)):
         assert abs(int(count) - total * share) < 5 * math.sqrt(total * share * (1 - share))
-    drawn = shown[~masked & ~same]
-    assert int(drawn.max()) < V - 1
-    assert len(drawn.unique()) == V - 1
+    random = shown[~masked & ~same]
+    assert int(random.max()) < V - 1
+    assert len(random.unique()) == V - 1
 
 
 def masks(task: MaskedLanguageModel, data: TextStream) -> dict[int, tuple[int, int]]:

@@ -253,13 +253,17 @@ class ShuffledStreams(TokenStreams):
     def __getitem__(self, item: tuple[int, int]) -> TokenBatch:  # type: ignore[override]
         epoch, step = item
         if epoch != self._epoch:
-            self._divide(*self._shuffled(epoch))
             self._epoch = epoch
+            self._divide(*self._shuffled(epoch))
         return super().__getitem__(step)
 
 
 class ShuffledWholeDocuments(ShuffledStreams, WholeDocuments):  # type: ignore[misc]
     """Rows of whole documents, in another order every epoch. All epochs have as many batches as the first."""
+
+    def _check(self, n_segments: int, n_streams: int) -> None:
+        if self._epoch == 0:  # a later order may have fewer rows
+            super()._check(n_segments, n_streams)
 
 
 class InOrder(BatchSampler):

@@ -7,7 +7,14 @@ import torch
 
 from lit_effattn.datamodules.common import packing
 from lit_effattn.datamodules.common.tokens import IGNORE
-from lit_effattn.datamodules.text.streams import InOrder, StreamLoader, TokenStreams, WholeDocuments
+from lit_effattn.datamodules.text.documents import Documents
+from lit_effattn.datamodules.text.streams import (
+    InOrder,
+    ShuffledWholeDocuments,
+    StreamLoader,
+    TokenStreams,
+    WholeDocuments,
+)
 
 START = 999
 DOCUMENTS = [(1,), (2,), (5,), (1, 1), (7, 3), (4, 1, 6), (3, 3, 3), (13, 2, 8, 1), (40,), (9, 30, 2)]
@@ -122,6 +129,12 @@ def test_an_epoch_with_fewer_rows_repeats_the_first():
     made = streams((3, 3, 3, 3), 4, 2, drop_last=True, kind=WholeDocuments)
     made._divide(np.arange(9), np.array([0, 3, 6, 9]))
     assert made[1].targets[:, :3].tolist() == [[6, 7, 8], [0, 1, 2]]
+    documents = Documents(np.arange(40), np.array([0, 6, 10, 16, 20, 26, 30, 36]), np.array([6, 4] * 4))
+    options = {"start": START, "segment_len": 10, "num_replicas": 1, "rank": 0, "joined": True, "drop_last": True}
+    options |= {"shuffle_seed": 5}  # whose first epoch has more rows than the second
+    n_rows = len(ShuffledWholeDocuments(documents, batch_size=1, **options))
+    epochs = ShuffledWholeDocuments(documents, batch_size=n_rows, **options)
+    assert {len(epochs[(epoch, 0)].inputs) for epoch in range(5)} == {n_rows}
 
 
 def test_too_few_rows_of_whole_documents_are_refused():

@@ -43,8 +43,9 @@ class Faults:
 
     @property
     def first(self) -> str:
-        """The first message. There must be a fault."""
-        return next(iter(self._messages.values()))[0]
+        """The first message of the most frequent reason that is not a header row. There must be a fault."""
+        counts = {reason: n for reason, n in self._counts.items() if reason != "header row"} or self._counts
+        return self._messages[max(counts, key=counts.__getitem__)][0]
 
     @property
     def counts(self) -> str:

@@ -77,7 +77,8 @@ def load_splits(
     names = {"train": "train", "val": "validation", "test": "test"}
     rows = {split: loaded[name].select_columns(sorted(top)) for split, name in names.items() if name in loaded}
     for split, of_one in [*rows.items()]:
-        if any(hasattr(kind, "names") and {*of_one[column]} == {-1} for column, kind in of_one.features.items()):
+        classes = [{*of_one[column]} for column, kind in of_one.features.items() if hasattr(kind, "names")]
+        if split != "train" and any(found and found <= {-1, None} for found in classes):
             rank_zero_info(f"{option}: the classes of {names[split]!r} are secret; {split} is taken from train instead")
             del rows[split]
     return rows, [path, subset, list(columns), {name: of_one._fingerprint for name, of_one in loaded.items()}]

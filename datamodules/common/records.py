@@ -123,8 +123,12 @@ def read_objects(path: Path) -> Iterator[Record | Fault]:
 
 
 def of_rows(title: str, rows: Any) -> Iterator[Record]:
-    """Yield the rows of a data set of Hugging Face, with the names of its classes, or None for −1: no class."""
-    names = {column: [*kind.names, None] for column, kind in rows.features.items() if hasattr(kind, "names")}
+    """Yield the rows of a data set of Hugging Face, with the names of its classes; None for −1 or None, no class."""
+    names = {
+        column: {None: None, -1: None, **dict(enumerate(kind.names))}
+        for column, kind in rows.features.items()
+        if hasattr(kind, "names")
+    }
     for i, row in enumerate(rows):
         yield Record(f"{title}[{i}]", row | {column: of_one[row[column]] for column, of_one in names.items()})
 
@@ -148,15 +152,16 @@ def _quoted(path: Path) -> Iterator[tuple[str, list[str] | Fault]]:
 def _named(
     columns: tuple[str, ...], rows: Iterator[tuple[str, list[str] | Fault]], separator: str
 ) -> Iterator[Record | Fault]:
-    names, wanted = columns, {column.lower(): column for column in columns}
-    for number, (where, row) in enumerate(rows):
+    names, wanted, is_first = columns, {column.lower(): column for column in columns}, True
+    for where, row in rows:
         if isinstance(row, Fault):
             yield row
             continue
         cells = tuple(cell.strip() for cell in row)
         header = tuple(wanted.get(cell.lower(), cell) for cell in cells)
         has_all = {*columns} <= {*header}
-        if number == 0 and cells and (has_all or _COLUMN_NAMES.issuperset(cell.lower() for cell in cells)):
+        was_first, is_first = is_first, is_first and not any(cells)
+        if was_first and any(cells) and (has_all or _COLUMN_NAMES.issuperset(cell.lower() for cell in cells)):
             yield Fault("header row", f"{where}: {separator.join(row)!r} are names of columns")
             names = header if has_all else columns
             if twice := [column for column in columns if names.count(column) > 1]:

@@ -30,6 +30,15 @@ def test_a_first_row_names_columns_in_any_order(tmp_path: Path):
     assert texts(tmp_path / "x.tsv", "label\ttext\ngood\ta\n") == ["header row", ["a", "good"]]
     assert texts(tmp_path / "x.tsv", "source\ttarget\na\tgood\n") == ["header row", ["a", "good"]]
     assert texts(tmp_path / "x.tsv", "Label\tText\ngood\ta\n") == ["header row", ["a", "good"]]
+    for suffix, cell_end in (("tsv", "\t"), ("csv", ",")):
+        rows = f"\nlabel{cell_end}text\n\ngood{cell_end}a\nlabel{cell_end}text\n"
+        assert texts(tmp_path / f"x.{suffix}", rows) == [
+            "empty",
+            "header row",
+            "empty",
+            ["a", "good"],
+            ["text", "label"],
+        ]
     with pytest.raises(ValueError, match=r"x\.csv:1: the columns are category,text, not text,label; give the options"):
         texts(tmp_path / "x.csv", "category,text\ngood,a\n")
     assert texts(tmp_path / "x.txt", "a\tgood\n") == [["a", "good"]]

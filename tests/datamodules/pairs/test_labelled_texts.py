@@ -95,12 +95,15 @@ def test_rows_of_hugging_face(tmp_path, monkeypatch):
     actual = [item for split in ("train", "val", "test") for item in items(loaders(data)[split], data.classes)]
     assert sorted(actual) == sorted((f"train {i}", str(i % 2)) for i in range(60))
     monkeypatch.setattr(Rows, "features", {"label": SimpleNamespace(names=["bad", "good"])})
-    write_rows(tmp_path / "test", ("test",), lambda n, i: {"text": f"{n} {i}", "label": -1}, 9)
+    write_rows(tmp_path / "test", ("test",), lambda n, i: {"text": f"{n} {i}", "label": (-1, None)[i % 2]}, 9)
     (tmp_path / "test" / "test.jsonl").rename(tmp_path / "rows" / "test.jsonl")  # whose classes are secret
     data = ready(path=str(tmp_path / "rows"))
     named = [item for split in ("train", "val", "test") for item in items(loaders(data)[split], data.classes)]
     assert sorted(named) == sorted((f"train {i}", data.classes[i % 2]) for i in range(60))
     assert data.classes == ("bad", "good")
+    write_rows(tmp_path / "secret", ("train",), lambda n, i: {"text": f"{n} {i}", "label": -1}, 9)
+    with pytest.raises(ValueError, match=r"no text with a class for 'train'; left out: .*'label' must be a text"):
+        ready(path=str(tmp_path / "secret"))
 
 
 def loaders(data):
@@ -236,7 +239,7 @@ def test_bad_options_are_refused(options, words):
             "each of the 9 training texts has a different class.*'text 0'; a line is a text, a TAB",
         ),
         ([f"text {i}\tgood" for i in range(9)], "'good' is the only class"),
-        (["nothing"], "no text with a class for 'train'; left out: .*train.tsv:1: has 1 columns"),
+        (["text\tlabel", "", "a", "b"], "no text with a class for 'train'; left out: .*train.tsv:3: has 1 columns"),
     ],
 )
 def test_files_that_are_not_what_they_should_be(lines, words, tmp_path):

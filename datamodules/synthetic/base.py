@@ -3,6 +3,7 @@
 from abc import abstractmethod
 from typing import Any
 
+import numpy as np
 from torch.utils.data import Dataset
 
 from lit_effattn.checks import at_least
@@ -56,6 +57,11 @@ class SyntheticTask(DataModule):
     def sequences(self, split: str) -> Dataset[Any]:
         """Return the sequences of "train", "val" or "test"."""
 
+    def documents_at(self, split: str, offsets: np.ndarray) -> tuple[np.ndarray, int, list[str]]:
+        """Return the numbers of the sequences at offsets of a split, and how many it has. They have no titles."""
+        sequences: Any = self.sequences(split)
+        return offsets // sequences.length, self.sizes[split], []
+
     def _stream(self, split: str) -> int:
         """Return a number that is unique to the split and, in training, to the seed."""
         number = list(self.sizes).index(split)
@@ -70,5 +76,6 @@ class SyntheticTask(DataModule):
         batch_size = self.batch_size if training else self.eval_batch_size
         batches = ShardedBatches(self.sizes[split], batch_size, seed=self.seed, variants=variants, **order)
         if isinstance(sequences, SegmentedSequences):
+            sequences.training = training
             return sequences, Segments(batches, sequences.n_segments)
         return sequences, batches

@@ -23,8 +23,8 @@ class CopyTask(SyntheticTask):
     Args:
         max_len: Maximum length of a sequence in tokens, separators included. Words have at most ⌊max_len / 2⌋ − 1
             symbols. The paper's value is 128.
-        min_len: Minimum length of a sequence in tokens. Default: that of one-symbol words. If equal to `max_len`, all
-            words have the same length.
+        min_len: Minimum length of a sequence in tokens. Lengths are even. Default: that of one-symbol words. If equal
+            to `max_len`, all words have the same length.
         n_symbols: Number of symbols, which are 1 … n_symbols.
         n_val: Validation sequences, always the same.
         n_test: Test sequences, always the same.
@@ -58,7 +58,9 @@ class CopyTask(SyntheticTask):
         min_len = 4 if min_len is None else min_len
         if not 4 <= min_len <= max_len:
             raise ValueError(f"min_len={min_len} must be from 4 (a separator and a symbol, twice) to max_len={max_len}")
-        self.words = (min_len // 2 - 1, max_len // 2 - 1)
+        self.words = (-(-min_len // 2) - 1, max_len // 2 - 1)
+        if self.words[0] > self.words[1]:
+            raise ValueError(f"min_len={min_len} must be below max_len={max_len}, since lengths are even")
         self.n_symbols = n_symbols
 
     @property

@@ -29,7 +29,13 @@ class DrawnSequence(NamedTuple):
 
 
 class SegmentedSequences(Dataset[TokenBatch]):
-    """Sequences drawn by index and cut into segments. Only the first segment may be shorter."""
+    """Sequences drawn by index and cut into segments. Only the first segment may be shorter.
+
+    Attributes:
+        training: Whether the segments are for training, without `offsets`.
+    """
+
+    training = False
 
     def __init__(self, length: int, segment_len: int | None) -> None:
         self.length = length
@@ -50,13 +56,14 @@ class SegmentedSequences(Dataset[TokenBatch]):
         end = self.length - (self.n_segments - 1 - segment) * self.segment_len
         begin = max(0, end - self.segment_len)
         inputs = np.zeros((len(indices), end - begin), np.int64)
-        targets = np.full_like(inputs, IGNORE)
+        targets, offsets = np.full_like(inputs, IGNORE), np.zeros_like(inputs)
         responses: list[list[Response]] = [[] for _ in indices]
         for row, i in enumerate(indices):
             if i == _EMPTY:
                 continue
             whole = self.draw(i)
             inputs[row], targets[row] = whole.inputs[begin:end], whole.targets[begin:end]
+            offsets[row] = i * self.length + np.arange(begin, end)
             responses[row] = [
                 r._replace(position=r.position - begin) for r in whole.responses if begin <= r.position < end
             ]
@@ -67,6 +74,7 @@ class SegmentedSequences(Dataset[TokenBatch]):
             None if present.all() else torch.from_numpy(present * (end - begin)),
             torch.full((len(indices),), segment == 0),
             responses if any(responses) else None,
+            offsets=None if self.training else torch.from_numpy(offsets),
         )
 
 

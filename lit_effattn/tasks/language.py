@@ -362,7 +362,7 @@ class LanguageModel(Task):
     def write_predictions(self, predictions: list[Any], folder: Path) -> str:
         """Write the results of `predict_step`, with `response_metrics` as responses: see `Task.write_predictions`.
 
-        Of data with offsets, such as `TextStream`, a line is a document.
+        Of data with offsets, such as `TextStream` and `SortingTask`, a line is a document or a sequence.
         """
         if self._responses.metrics:
             return write_responses(predictions, folder)

@@ -2,6 +2,7 @@
 
 import pickle
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -102,13 +103,14 @@ def test_the_data_tell_the_model_the_size_of_the_vocabulary():
             | {"max_len": 3, "min_len": 3, "n_symbols": 1},
         ),
         (CopyTask, {"min_len": 200}),
+        (partial(CopyTask, 5), {"min_len": 5}),
         (AssociativeRecall, {"length": 31, "n_pairs": 0, "n_keys": 7, "n_values": 1, "power": 0.0}),
         (DialogueTask, {"n_keys": 4, "n_far": 0, "n_near": -1, "segment_len": 0, "distance": 0, "n_facts": 3}),
         (RetrievalTask, {"length": 3, "n_needles": 0, "n_symbols": 0, "n_fillers": 0}),
         (SortingTask, {"length": 0, "n_types": 1, "segment_len": 0}),
     ],
 )
-def test_wrong_options_are_named(kind: type, options: dict[str, float]):
+def test_wrong_options_are_named(kind: Callable[..., Any], options: dict[str, float]):
     for option, value in options.items():
         with pytest.raises(ValueError, match=f"^{option}={value} must be"):
             kind(**{option: value})

@@ -21,6 +21,7 @@ def test_every_sequence_is_a_word_twice(split: str):
     assert symbols == set(range(1, 8))
     assert min(lengths) == 4
     assert max(lengths) == 20  # of 21 tokens, an even number
+    assert CopyTask(9, min_len=7).words == (3, 3)
 
 
 def test_words_of_one_length_need_no_padding():

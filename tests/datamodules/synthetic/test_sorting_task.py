@@ -136,3 +136,9 @@ def test_memories_go_from_segment_to_segment(tmp_path):
     assert memories.lengths == 2 * [[8, 8], [16, 16], [24, 24]] + [[8, 0], [16, 0], [24, 0]]
     assert result["test/tokens"] == 5 * 4
     assert 0 <= result["test/accuracy"] <= 1
+    assert model.write_predictions(run.predict(model, data), tmp_path).startswith("scores of 5 documents")
+    header, *rows = (tmp_path / "predictions.csv").read_text().splitlines()
+    assert [header, *(row.rpartition(",")[0] for row in rows)] == [
+        "index,targets,bits_per_target",
+        *(f"{i},4" for i in range(5)),
+    ]

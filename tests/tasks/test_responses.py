@@ -91,7 +91,7 @@ def test_nothing_is_written_where_it_is_not_asked_for(tmp_path: Path, monkeypatc
     monkeypatch.setattr("lit_effattn.tasks.responses.beam_search", None)
     run = trainer(tmp_path, callbacks=[MemoryCarry()])
     assert not {"test/f1", "test/exact_match"} & run.test(made, data(7), verbose=False)[0].keys()
-    assert "scores of 6 documents" in made.write_predictions(run.predict(made, data(7)), tmp_path)
+    assert "scores of 5 documents" in made.write_predictions(run.predict(made, data(7)), tmp_path)
     run.validate(model(), data(7), verbose=False)  # only the perplexity
 
 

@@ -67,6 +67,9 @@ def split(proteins: Sequence[Protein], clusters: dict[str, str], n_test: int, n_
         clusters: The cluster of an accession number. A protein without one is alone.
         n_test: Number of proteins for test.
         n_val: Number of proteins for validation.
+
+    Raises:
+        ValueError: If none is left to train on.
     """
     groups: dict[str, list[Protein]] = defaultdict(list)
     for protein in proteins:
@@ -75,7 +78,7 @@ def split(proteins: Sequence[Protein], clusters: dict[str, str], n_test: int, n_
     Random(0).shuffle(order)
     found: dict[str, list[Protein]] = {name: [] for name in ("test", "val", "families", "train")}
     for name, n in (("test", n_test), ("val", n_val)):
-        while len(found[name]) < n:  # what is left of a cluster is in no split
+        while order and len(found[name]) < n:  # what is left of a cluster is in no split
             found[name] += order.pop(0)[: n - len(found[name])]
     counts = Counter(p.family for group in order for p in group if not _UNNAMED.search(p.family))
     large = sorted(family for family, count in counts.items() if count >= _LEAST)
@@ -83,6 +86,11 @@ def split(proteins: Sequence[Protein], clusters: dict[str, str], n_test: int, n_
     for group in order:
         of_families = [p for p in group if p.family in held_out]
         found["families" if of_families else "train"] += of_families or group
+    if not found["train"]:
+        raise ValueError(
+            f"{len(proteins)} TrEMBL sequences (>tr|) are too few for n_test={n_test}, n_val={n_val} and training; use "
+            "smaller numbers, or more sequences"
+        )
     return found
 
 
@@ -109,16 +117,24 @@ def main(args: Sequence[str] | None = None) -> None:
     parser = documented_parser(__doc__)
     parser.add_argument("source", type=Path, metavar="FASTA")
     parser.add_argument("folder", type=Path, metavar="FOLDER")
-    parser.add_argument("--similar", type=Path, help="Lines of two accession numbers, with a TAB between them.")
+    parser.add_argument("--similar", type=Path, help="Lines of two accession numbers, with TABs between columns.")
     parser.add_argument("--n_test", type=int, default=1500)
     parser.add_argument("--n_val", type=int, default=500)
     given = parser.parse_args(args)
+    if given.folder.exists():
+        parser.error(f"FOLDER={given.folder} is there already; name another, or delete it")
     proteins = [Protein(header, residues) for _, header, residues in records(given.source, "text")]
     clusters = {}
     if given.similar is not None:
-        clusters = linked(line.split("\t") for line in given.similar.read_text().splitlines())
+        pairs = [line.split("\t")[:2] for line in given.similar.read_text().splitlines()]
+        if short := [pair for pair in pairs if len(pair) < 2]:
+            parser.error(f"similar={given.similar} has the line {short[0][0]!r} without a TAB")
+        clusters = linked(pairs)
     trembl = [protein for protein in proteins if protein.header.startswith("tr|")]
-    found = split(trembl, clusters, given.n_test, given.n_val)
+    try:
+        found = split(trembl, clusters, given.n_test, given.n_val)
+    except ValueError as error:
+        parser.error(f"{given.source}: {error}")
     for name, of_split in found.items():
         path = given.folder / ("families/test" if name == "families" else f"all/{name}") / "proteins.fasta"
         path.parent.mkdir(parents=True)
@@ -127,9 +143,11 @@ def main(args: Sequence[str] | None = None) -> None:
     for name in ("train", "val"):
         (given.folder / "families" / name).symlink_to(Path("..", "all", name))
     for name in (name for name in ("test", "families") if found[name]):
-        for pairs in (False, True):
-            perplexity, accuracy = baseline(found["train"], found[name], pairs=pairs)
-            print(f"{name}, {'pairs' if pairs else 'residues'}: perplexity {perplexity:.3f}, accuracy {accuracy:.2%}")
+        for of_pairs in (False, True):
+            perplexity, accuracy = baseline(found["train"], found[name], pairs=of_pairs)
+            print(
+                f"{name}, {'pairs' if of_pairs else 'residues'}: perplexity {perplexity:.3f}, accuracy {accuracy:.2%}"
+            )
 
 
 if __name__ == "__main__":

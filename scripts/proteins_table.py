@@ -18,6 +18,7 @@ import resource
 import time
 from collections.abc import Sequence
 from functools import partial
+from itertools import cycle
 from typing import Any
 
 import torch
@@ -67,7 +68,7 @@ def seconds_a_step(task: Task, data: TextStream, device: torch.device, precision
     """Return the mean time of a training step."""
     task = task.to(device).train()
     optimizer: Any = torch.optim.AdamW(task.parameters(), lr=0.0)
-    batches, begin = iter(data.train_dataloader()), 0.0
+    batches, begin = cycle(data.train_dataloader()), 0.0
     clock = time.process_time if device.type == "cpu" else time.perf_counter
     for step in range(2 + _TIMED):
         if step == 2:

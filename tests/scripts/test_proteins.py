@@ -1,6 +1,7 @@
 """The splits of proteins, and their baselines."""
 
 import math
+import re
 from pathlib import Path
 
 import pytest
@@ -47,7 +48,7 @@ def test_the_baselines_count():
 def test_the_command_writes_folders_that_are_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     texts = [f">{kind}|P{i}|N Protein {i % 2 and i} OS=x\nMKLV{'A' * i}\n" for i in range(60) for kind in ("tr", "sp")]
     (tmp_path / "x.fasta").write_text("".join(texts))
-    (tmp_path / "pairs.tsv").write_text("P0\tP1\nP1\tP2\n")
+    (tmp_path / "pairs.tsv").write_text("P0\tP1\t0.9\nP1\tP2\t0.8\n")
     arguments = ["--similar", str(tmp_path / "pairs.tsv"), "--n_test", "5", "--n_val", "4"]
     main([str(tmp_path / "x.fasta"), str(tmp_path / "out"), *arguments])
     assert "test, pairs: perplexity" in capsys.readouterr().out
@@ -60,3 +61,12 @@ def test_the_command_writes_folders_that_are_read(tmp_path: Path, capsys: pytest
     assert [len(written[split]) for split in ("val", "test")] == [4, 5]
     assert all(header.startswith("tr|") for headers in written.values() for header in headers)
     assert not any("Protein 0" in header for header in written["train"])
+    (tmp_path / "one.tsv").write_text("P0\n")
+    for more, message in (
+        (["out", *arguments], "is there already; name another"),
+        (["few", "--n_test", "60"], r"x.fasta: 60 TrEMBL sequences .* are too few for n_test=60, n_val=500 and train"),
+        (["few", "--similar", str(tmp_path / "one.tsv")], "has the line 'P0' without a TAB"),
+    ):
+        with pytest.raises(SystemExit):
+            main([str(tmp_path / "x.fasta"), str(tmp_path / more[0]), *more[1:]])
+        assert re.search(message, capsys.readouterr().err)

@@ -67,9 +67,6 @@ def split(proteins: Sequence[Protein], clusters: dict[str, str], n_test: int, n_
         clusters: The cluster of an accession number. A protein without one is alone.
         n_test: Number of proteins for test.
         n_val: Number of proteins for validation.
-
-    Raises:
-        ValueError: If none is left to train on.
     """
     groups: dict[str, list[Protein]] = defaultdict(list)
     for protein in proteins:
@@ -86,11 +83,6 @@ def split(proteins: Sequence[Protein], clusters: dict[str, str], n_test: int, n_
     for group in order:
         of_families = [p for p in group if p.family in held_out]
         found["families" if of_families else "train"] += of_families or group
-    if not found["train"]:
-        raise ValueError(
-            f"{len(proteins)} TrEMBL sequences (>tr|) are too few for n_test={n_test}, n_val={n_val} and training; use "
-            "smaller numbers, or more sequences"
-        )
     return found
 
 
@@ -121,8 +113,8 @@ def main(args: Sequence[str] | None = None) -> None:
     parser.add_argument("--n_test", type=int, default=1500)
     parser.add_argument("--n_val", type=int, default=500)
     given = parser.parse_args(args)
-    if given.folder.exists():
-        parser.error(f"FOLDER={given.folder} is there already; name another, or delete it")
+    if (written := given.folder / "all").exists():
+        parser.error(f"{written} is there already; name another folder, or delete it")
     proteins = [Protein(header, residues) for _, header, residues in records(given.source, "text")]
     clusters = {}
     if given.similar is not None:
@@ -131,10 +123,12 @@ def main(args: Sequence[str] | None = None) -> None:
             parser.error(f"similar={given.similar} has the line {short[0][0]!r} without a TAB")
         clusters = linked(pairs)
     trembl = [protein for protein in proteins if protein.header.startswith("tr|")]
-    try:
-        found = split(trembl, clusters, given.n_test, given.n_val)
-    except ValueError as error:
-        parser.error(f"{given.source}: {error}")
+    found = split(trembl, clusters, given.n_test, given.n_val)
+    if not found["train"]:
+        parser.error(
+            f"{given.source}: {len(trembl)} TrEMBL sequences (>tr|) are too few for n_test={given.n_test}, "
+            f"n_val={given.n_val} and training; use smaller numbers, or more sequences"
+        )
     for name, of_split in found.items():
         path = given.folder / ("families/test" if name == "families" else f"all/{name}") / "proteins.fasta"
         path.parent.mkdir(parents=True)
@@ -145,9 +139,8 @@ def main(args: Sequence[str] | None = None) -> None:
     for name in (name for name in ("test", "families") if found[name]):
         for of_pairs in (False, True):
             perplexity, accuracy = baseline(found["train"], found[name], pairs=of_pairs)
-            print(
-                f"{name}, {'pairs' if of_pairs else 'residues'}: perplexity {perplexity:.3f}, accuracy {accuracy:.2%}"
-            )
+            unit = "pairs" if of_pairs else "residues"
+            print(f"{name}, {unit}: perplexity {perplexity:.3f}, accuracy {accuracy:.2%}")
 
 
 if __name__ == "__main__":

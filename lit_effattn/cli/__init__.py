@@ -36,7 +36,7 @@ commands:
   convert    convert a folder of Hugging Face weights to a checkpoint, or back: convert FROM TO
   export     write a checkpoint for other programs: ONNX, torch.export or safetensors
   compare    show several runs side by side: settings, metrics, cost
-  report     write one HTML page about runs: curves, cost, samples, attention pictures
+  report     write one HTML page about a run: curves, cost, samples, attention pictures
   sweep      train several attention kinds on the same data, each at its best learning rate
   models     list the trained models that are shipped, or show the card of one: models digits
   configs    list the shipped configurations, or show one: configs digits_linear

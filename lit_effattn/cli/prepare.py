@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import shlex
 import sys
 from pathlib import Path
 
@@ -20,7 +21,6 @@ def _parser() -> argparse.ArgumentParser:
         "data prepare",
         "Tokenize a text larger than memory, in parallel, into files that training maps. After an "
         "interruption the same command continues.",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     parser.add_argument("input", metavar="INPUT", help="A file, or a folder: .txt, .jsonl or .fasta, or with .gz.")
     parser.add_argument("folder", metavar="FOLDER", help="The folder to create, or to continue.")
@@ -31,15 +31,20 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--tokenizer_of", help="A checkpoint (or model:NAME) whose tokenizer to use, in place of these."
     )
-    parser.add_argument("--field", default="text", help="Name of the text in the lines of a .jsonl.")
+    parser.add_argument("--field", default="text", help="Name of the text in the lines of a .jsonl. Default: text.")
     parser.add_argument(
         "--held_out", type=int, help="One of so many documents is for validation, one for test. Default: 200."
     )
-    parser.add_argument("--shard_bytes", type=int, default=256_000_000, help="Bytes of input for a shard.")
     parser.add_argument(
-        "--learn_bytes", type=int, default=100_000_000, help="Bytes of text to learn a vocabulary from."
+        "--shard_bytes", type=int, default=256_000_000, help="Bytes of input for a shard. Default: 256000000."
     )
-    parser.add_argument("--workers", type=int, default=1, help="Number of processes.")
+    parser.add_argument(
+        "--learn_bytes",
+        type=int,
+        default=100_000_000,
+        help="Bytes of text to learn a vocabulary from. Default: 100000000.",
+    )
+    parser.add_argument("--workers", type=int, default=1, help="Number of processes. Default: 1.")
     return parser
 
 
@@ -63,5 +68,6 @@ def prepare(args: list[str]) -> None:
     print(
         f"{short(folder)}: {about['n_tokens']:,} tokens ({about['tokenizer']}, {about['dtype']}) of "
         f"{about['n_documents']:,} documents, {about['n_bytes']:,} bytes, in {len(about['shards']):,} shards\n"
-        f"train from it: --data TextStream --data.source prepared --data.root {folder} --data.shuffle_seed 0"
+        f"train from it: --data TextStream --data.source prepared --data.root {shlex.quote(str(folder))} "
+        "--data.shuffle_seed 0"
     )

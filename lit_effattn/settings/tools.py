@@ -22,7 +22,11 @@ def tool_parser(command: str, description: str, **options: Any) -> argparse.Argu
 def add_root(parser: argparse.ArgumentParser) -> None:
     """Add the option `--trainer.default_root_dir`, the folder in which `last` and `best` look for runs."""
     parser.add_argument(
-        "--trainer.default_root_dir", dest="root", default=ROOT, metavar="FOLDER", help=f"Of the runs; {ROOT}."
+        "--trainer.default_root_dir",
+        dest="root",
+        default=ROOT,
+        metavar="FOLDER",
+        help=f"Folder of the runs. Default: {ROOT}.",
     )
 
 

@@ -104,6 +104,8 @@ class LabelledTexts(LengthBatched):
             raise ValueError(
                 f"root={root!r}, path={path!r}: give one of them, the file, folder or data set of the texts"
             )
+        if path is None and subset is not None:
+            raise ValueError(f"subset={subset!r} is of a data set path, but root={root!r} was given; leave it out")
         at_least(1, max_len=max_len, batch_texts=batch_texts)
         self.name = str(path if root is None else root)
         self.columns = (text_column, label_column)
@@ -112,6 +114,11 @@ class LabelledTexts(LengthBatched):
         self.packed = packed
         self._tokenizer_of = tokenizer_of
         self._tokenizer = None if tokenizer_of is None else saved_tokenizer(tokenizer_of)
+
+    @property
+    def places(self) -> list[Path]:
+        """The file or folder that the texts are read from. It may be missing."""
+        return [] if self._options[0] is None else [Path(self._options[0])]
 
     @property
     def vocab_size(self) -> int:

@@ -359,6 +359,11 @@ def _check_options(corpus: str, **options: Any) -> None:
         raise ValueError(
             f"{missing[0]}=None: aligned files need two suffixes, such as source_suffix=en and target_suffix=de"
         )
+    if not missing and (named := [name for name in _COLUMNS if options[name] is not None]):
+        raise ValueError(
+            f"{named[0]}={options[named[0]]!r} does not apply to aligned files, with source_suffix and target_suffix; "
+            "leave it out"
+        )
 
 
 def _check_vocabularies(vocabularies: Vocabularies) -> None:

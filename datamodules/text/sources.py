@@ -169,8 +169,11 @@ def files(root: Path, glob: str | None, column: str, *, whole_characters: bool) 
 
     Raises:
         FileNotFoundError: If there is no such file or folder, or no file matches.
-        ValueError: If there is too little to divide, a subfolder is missing, or files have the names of splits.
+        ValueError: If there is too little to divide, a subfolder is missing, files have the names of splits, or there
+            is a pattern for a single file.
     """
+    if root.is_file() and glob is not None:
+        raise ValueError(f"glob={glob!r} selects files of a folder, but root={str(root)!r} is a file; leave it out")
     if root.is_file() and not is_records(root.name):
         return one_file("files", root, whole_characters=whole_characters)
     if not root.exists():

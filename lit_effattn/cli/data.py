@@ -99,9 +99,11 @@ def _samples(data: Any, batch: Any, output: Path | None) -> Iterator[str]:
     elif isinstance(batch, TokenBatch):
         spec = getattr(data, "tokenizer", None)
         tokenizer = None if spec is None else Tokenizer.from_spec(spec)
-        for row in batch.targets[:N_SAMPLES]:
+        for i, row in enumerate(batch.targets[:N_SAMPLES]):
             ids = row[row != IGNORE].tolist()
-            yield _quoted(tokenizer.decode(ids)) if tokenizer is not None else " ".join(map(str, ids))[:_SHOWN]
+            inputs = batch.inputs[i] if batch.lengths is None else batch.inputs[i, : batch.lengths[i]]
+            numbers = [" ".join(map(str, tokens))[:_SHOWN] for tokens in (inputs.tolist(), ids)]
+            yield " -> ".join(numbers) if tokenizer is None else _quoted(tokenizer.decode(ids))
     elif isinstance(batch, Tensor | LabelledBatch) and hasattr(data, "to_images"):
         levels, labels = (batch.x, batch.labels) if isinstance(batch, LabelledBatch) else (batch, None)
         folder = named_or_new(output, Path(ROOT), "data")

@@ -2,6 +2,7 @@
 
 import inspect
 import re
+import shlex
 import warnings
 from pathlib import Path
 from types import SimpleNamespace
@@ -51,6 +52,8 @@ def test_text_and_pairs(capsys: pytest.CaptureFixture[str]):
     assert len(further) == 2
     number = first.split('"')[1].removeprefix("good ")
     assert first == f'"good {number}" -> "gut {number}"'
+    main(["data", "--data", "AssociativeRecall", "--data.length", "32", "--data.n_pairs", "2"])
+    assert len(re.findall(r"^\d+( \d+){31} -> \d+ \d+$", capsys.readouterr().out, re.MULTILINE)) == 3
 
 
 def test_classes(capsys: pytest.CaptureFixture[str]):
@@ -61,7 +64,9 @@ def test_classes(capsys: pytest.CaptureFixture[str]):
     Path("texts.tsv").write_text("".join(f"{text}\t{name}\n" for text, name in texts.items()))
     for packed in ("true", "false"):
         main(["data", "--data", "LabelledTexts", "--data.root", "texts.tsv", "--data.packed", packed])
-        shown = re.findall('"(.*)" -> "(.*)"', capsys.readouterr().out)
+        output = capsys.readouterr().out
+        assert output.startswith(str(Path("texts.tsv").resolve()) + ": 1 file, 0.0 MB")
+        shown = re.findall('"(.*)" -> "(.*)"', output)
         assert len(shown) == 3
         assert all(texts[text] == name for text, name in shown)
 
@@ -71,11 +76,11 @@ def test_preparing_a_large_text(capsys: pytest.CaptureFixture[str]):
     Path("text").mkdir()
     Path("text/a.jsonl").write_text("".join(f'{{"body": "line {i}"}}\n' for i in range(100)))
     Path("text/notes.md").write_text("left out")
-    main(["data", "prepare", "text", "out", "--field", "body", "--held_out", "10", "--shard_bytes", "500"])
+    main(["data", "prepare", "text", "y z", "--field", "body", "--held_out", "10", "--shard_bytes", "500"])
     output = capsys.readouterr()
-    assert "out: 690 tokens (bytes, a vocabulary of 257, uint8) of 100 documents, 690 bytes, in 4 shards" in output.out
+    assert "y z: 690 tokens (bytes, a vocabulary of 257, uint8) of 100 documents, 690 bytes, in 4 shards" in output.out
     assert "text: 1 left out" in output.err
-    flags = output.out.split("train from it: ")[1].split()
+    flags = shlex.split(output.out.split("train from it: ")[1])
     main(["data", *flags, "--data.batch_size", "4", "--data.segment_len", "8"])
     assert '"line ' in capsys.readouterr().out
     options = {name: option.default for name, option in inspect.signature(make).parameters.items() if name != "source"}

@@ -80,6 +80,10 @@ def of_split(options, split):
         ({"corpus": "files", "root": "x", "stress": True}, "stress=True.*corpus='files'.*choose corpus cmudict"),
         ({"corpus": "files"}, "root=None: corpus='files' needs.*root=data/pairs"),
         ({"corpus": "files", "root": "x", "source_suffix": "en"}, "target_suffix=None.*target_suffix=de"),
+        (
+            {"corpus": "files", "root": "x", "source_suffix": "a", "target_suffix": "b", "source_column": "c"},
+            "source_column='c' does not apply to aligned files",
+        ),
         ({"corpus": "huggingface", "source_column": "a", "target_column": "b"}, "path=None.*path=wmt/wmt14"),
         ({"source_tokens": "bytes", "target_tokens": "characters", "vocab_size": 99}, "vocab_size=99.*leave it out"),
         ({"source_tokens": "bpe"}, "vocab_size=None: source_tokens='bpe'"),

@@ -271,6 +271,8 @@ def test_a_glob_is_that_of_pathlib(tmp_path):
         splits, _ = text_sources._matching(tmp_path, glob)
         assert set(splits[""]) == expected, glob
     assert text_sources._matching(tmp_path / "b", "../*.txt")[0] == {"": []}
+    with pytest.raises(ValueError, match=r"glob='\*' selects files of a folder, but root=.*a.txt' is a file; leave it"):
+        ready(source="files", root=str(tmp_path / "a.txt"), glob="*")
 
 
 def test_folder_with_splits_of_its_own(tmp_path):

@@ -63,7 +63,8 @@ class ArrayWriter:
             data = rows.astype(self._dtype, copy=False).tobytes()
             self._file.write(data)
             self._digest.update(data)
-            item.update(data)
+            if self._hashes is not None:
+                item.update(data)
             n_rows, n_bytes = n_rows + len(rows), n_bytes + size
         if keep_empty or n_rows > self._borders[0][-1]:
             self._borders[0].append(n_rows)

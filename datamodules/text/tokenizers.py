@@ -350,7 +350,7 @@ class WordTokenizer(_LibraryTokenizer):
         """Encode several texts separately; faster than one after the other."""
         encoded = super().encode_all(texts)
         if n := sum(int((ids == self._unknown).sum()) for ids in encoded):  # as a word of the text it is not replaced
-            self.n_replaced += n - sum(text.split().count(UNK) for text in texts)
+            self.n_replaced += n - sum(_WORD.findall(text).count(UNK) for text in texts)
         return encoded
 
     def decode(self, ids: Iterable[int]) -> str:

@@ -100,7 +100,8 @@ def test_words_are_ranked_by_frequency_and_rare_ones_unknown():
     assert few.words == ["<eos>", "<unk>", "b", "a"]  # <unk> counts <unk>, c, d, e: 4 times, like <eos>
     assert few.n_tokens == 5
     assert few.encode("c d a <unk>").tolist() == [1, 1, 3, 1]
-    assert (few.n_replaced, whole.n_replaced) == (2, 1)
+    assert few.encode("x\x1c<unk>").tolist() == [1]
+    assert (few.n_replaced, whole.n_replaced) == (3, 1)
     odd = WordTokenizer.learn(["a\x1cb a\x85b"], None)
     assert odd.encode("a\x1cb a\x85b").tolist() == [odd.words.index(word) for word in ("a\x1cb", "a", "b")]
 

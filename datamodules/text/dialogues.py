@@ -80,11 +80,6 @@ class GroundedDialogues(TextStream):
         self.document = document
         self.packed = packed
 
-    @property
-    def n_scored(self) -> dict[str, int]:
-        """Number of tokens of the turns in "val" and in "test", their ends included."""
-        return {split: int(self._streams(split, 1, 1).scored.sum()) for split in ("val", "test")}
-
     def documents_at(self, split: str, offsets: np.ndarray) -> tuple[np.ndarray, int, list[str]]:
         """Return the numbers of the conversations at offsets of a split, and how many it has. They have no titles."""
         borders = self._streams(split, 1, 1).documents

@@ -212,16 +212,6 @@ class TextStream(DataModule):
             return self._store.tokenizer
         return None if self._tokenizer_of is None else saved_tokenizer(self._tokenizer_of)
 
-    @property
-    def n_scored(self) -> dict[str, int]:
-        """Number of tokens in "val" and in "test". Each token is scored once."""
-        return {split: self._store.n_tokens(split) for split in ("val", "test")}
-
-    @property
-    def n_bytes(self) -> dict[str, int]:
-        """Number of bytes of text in "val" and in "test", the denominator of bits per byte."""
-        return {split: self._store.n_bytes(split) for split in ("val", "test")}
-
     def documents_at(self, split: str, offsets: np.ndarray) -> tuple[np.ndarray, int, list[str]]:
         """Return the numbers of the documents at offsets of a split, how many it has, and their titles, if any."""
         borders = self._store.split(split).borders

@@ -156,19 +156,14 @@ class TokenStore:
 
     def n_tokens(self, split: str) -> int:
         """Return the number of tokens in a split."""
-        return self._counts[split][0]
-
-    def n_bytes(self, split: str) -> int:
-        """Return the number of bytes of text in a split."""
-        return self._counts[split][1]
+        return self._n_tokens[split]
 
     @cached_property
-    def _counts(self) -> dict[str, list[int]]:
-        counts = {split: [0, 0] for split in SPLITS}
+    def _n_tokens(self) -> dict[str, int]:
+        counts = dict.fromkeys(SPLITS, 0)
         for borders, selected in self._indices():
-            lengths = np.diff(borders)  # (2, documents + 1) -> (2, documents)
             for split, of_split in selected.items():
-                counts[split] = [a + int(b) for a, b in zip(counts[split], lengths[:, of_split].sum(1), strict=True)]
+                counts[split] += int(np.diff(borders[0])[of_split].sum())
         return counts
 
     def split(self, name: str) -> Documents:

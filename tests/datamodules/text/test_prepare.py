@@ -15,6 +15,7 @@ from lit_effattn.datamodules.text import prepare as module
 from lit_effattn.datamodules.text.prepare import prepare
 from lit_effattn.datamodules.text.token_store import FORMAT, TokenStore
 from lit_effattn.datamodules.text.tokenizers import KINDS
+from tests.datamodules.text.test_text_stream import n_bytes
 
 LINES = [f"{i} birds sit on {i * i} wires,\nand {chr(0xE0 + i % 20)} sings.{'!' * (i % 7)}" for i in range(60)]
 
@@ -56,7 +57,7 @@ def test_the_tokens_of_all_documents_in_order(source, tmp_path, shard_bytes):
     assert texts(tmp_path / "out", "val") == LINES[1::7]
     assert texts(tmp_path / "out", "train") == [line for i, line in enumerate(LINES) if i % 7 > 1]
     store = TokenStore(tmp_path / "out")
-    assert store.n_bytes("test") == store.n_tokens("test") == sum(len(line.encode()) for line in LINES[::7])
+    assert n_bytes(store, "test") == store.n_tokens("test") == sum(len(line.encode()) for line in LINES[::7])
     assert about["n_documents"] == 60
     assert "1 ending in .me:" in str(left_out)
     assert left_out.counts == "; left out: 1 ending in .me, 1 hidden, 1 empty"
@@ -122,10 +123,10 @@ def test_a_learnt_vocabulary(source, tmp_path):
     tokens = store.split("val")
     ids = np.concatenate([store.tokenizer.encode(line) for line in LINES[1::7]])
     assert tokens[0 : len(tokens)].tolist() == ids.tolist()
-    assert store.n_bytes("val") == sum(len(line.encode()) for line in LINES[1::7])
+    assert n_bytes(store, "val") == sum(len(line.encode()) for line in LINES[1::7])
     data = TextStream("prepared", root=str(tmp_path / "out"), segment_len=5, batch_size=2)
     assert (data.tokens, data.unit, data.vocab_size) == ("bpe", "token", 300)
-    assert data.n_scored["val"] == len(ids) < data.n_bytes["val"]
+    assert data._store.n_tokens("val") == len(ids) < n_bytes(store, "val")
 
 
 def killed_after(shards, *args, **options):

@@ -46,6 +46,15 @@ def write_folder(root, names=None):
     return root
 
 
+def n_tokens(data):
+    return {split: data._store.n_tokens(split) for split in ("val", "test")}
+
+
+def n_bytes(store, split):
+    """The number of bytes of text in a split."""
+    return sum(int(np.diff(borders[1])[selected[split]].sum()) for borders, selected in store._indices())
+
+
 def documents(data, split):
     tokens = data._store.split(split)
     return [data._tokenizer.decode(tokens[a:b].tolist()) for a, b in pairwise(tokens.borders.tolist())]
@@ -135,8 +144,7 @@ def test_stdlib_is_the_running_pythons():
 
 def test_stdlib_by_bytes():
     data = ready(max_bytes=300_000, segment_len=32, batch_size=4)
-    sizes = data._store.n_bytes("train") + sum(data.n_bytes.values())
-    assert 200_000 < sizes <= 300_000
+    assert 200_000 < sum(n_bytes(data._store, split) for split in ("train", "val", "test")) <= 300_000
     for document in text_sources.stdlib(300_000).splits["test"]:
         assert Path(document.name).read_text(encoding="utf-8") in documents(data, "test")
     batch = next(iter(data.train_dataloader()))
@@ -155,7 +163,8 @@ def test_enwik8_is_divided_by_bytes(tmp_path):
     assert parts["val"] == content[n * 90 // 100 : n * 95 // 100]
     assert parts["test"] == content[n * 95 // 100 :]
     assert data._store.n_tokens("train") == n * 90 // 100
-    assert data.n_scored == data.n_bytes == {name: len(part) for name, part in parts.items()}
+    assert n_tokens(data) == {name: len(part) for name, part in parts.items()}
+    assert all(n_bytes(data._store, name) == len(part) for name, part in parts.items())
     short = ready(source="enwik8", root=str(tmp_path), max_bytes=100, batch_size=2, segment_len=8)
     assert bytes(scored(short.test_dataloader())) in content[95:100]
 
@@ -187,8 +196,8 @@ def test_wikitext103_is_read_as_in_the_literature(tmp_path):
     # Lines stripped and divided at white space, and an <eos> after each, empty ones too.
     assert data._tokenizer.words == ["<eos>", "=", "a", "<unk>", "Title", "b"]
     assert scored(data.val_dataloader()) == [0, 2, 3, 5, 0]
-    assert data.n_scored == {"val": 5, "test": 2}
-    assert data.n_bytes == {"val": 12, "test": 4}
+    assert n_tokens(data) == {"val": 5, "test": 2}
+    assert [n_bytes(data._store, split) for split in ("val", "test")] == [12, 4]
     for end in ("train", "valid", "test"):
         (tmp_path / f"wiki.{end}.tokens").rename(tmp_path / f"wiki.{end}.raw")
     assert ready(source="wikitext103", root=str(tmp_path), segment_len=4, batch_size=2).vocab_size == 7
@@ -201,13 +210,13 @@ def test_archives_are_unpacked(tmp_path):
         archive.writestr("enwik8", content)
     with pytest.warns(match="enwik8 has 1,024 bytes instead of 100,000,000"):
         data = ready(source="enwik8", root=str(tmp_path), segment_len=8, batch_size=2)
-    assert data.n_scored == {"val": 51, "test": 52}
+    assert n_tokens(data) == {"val": 51, "test": 52}
     assert (tmp_path / "enwik8").read_bytes() == content
     with zipfile.ZipFile(tmp_path / "wikitext-103-raw-v1.zip", "w") as archive:
         for end, text in (("train", "a b \n" * 9), ("valid", "a \n"), ("test", "b b \n")):
             archive.writestr(f"wikitext-103-raw/wiki.{end}.raw", text)
     data = ready(source="wikitext103", root=str(tmp_path / "wikitext-103"), segment_len=4, batch_size=2)
-    assert data.n_scored == {"val": 2, "test": 3}
+    assert n_tokens(data) == {"val": 2, "test": 3}
 
 
 @pytest.mark.parametrize(
@@ -593,7 +602,7 @@ def test_read_in_blocks_the_tokens_are_those_of_the_whole(tmp_path, monkeypatch,
     (tmp_path / "a.txt").write_text("".join(SENTENCES) * 2, encoding="utf-8")
     options = {"source": "files", "root": str(tmp_path / "a.txt"), "tokens": kind}
     data = ready(**options, vocab_size=300 if kind == "bpe" else None)
-    n = data._store.n_bytes("train")
+    n = n_bytes(data._store, "train")
     content = (tmp_path / "a.txt").read_bytes()[:n]
     assert data._store.shard("train").rows.tolist() == data._tokenizer.encode(content).tolist()
 
@@ -609,7 +618,7 @@ def test_memory_does_not_grow_with_the_text(tmp_path, monkeypatch, kind):
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert peak < 700_000
-    assert data._store.n_bytes("train") == len(line) * 18_000
+    assert n_bytes(data._store, "train") == len(line) * 18_000
 
 
 # Streams over processes and in Lightning
@@ -630,13 +639,13 @@ def test_every_token_is_scored_once(tmp_path, split):
         assert {batch.inputs.shape for batch in batches} == {(3, 7)}
         tokens += scored(batches)
     assert sorted(tokens) == sorted(data._store.shard(split).rows.tolist())
-    assert len(tokens) == data.n_scored[split]
+    assert len(tokens) == n_tokens(data)[split]
 
 
 def test_counts_are_reported(tmp_path, caplog):
     caplog.set_level("INFO")
     data = ready("test", source="files", root=str(write_folder(tmp_path / "texts")), tokens="words")
-    assert f"files: {data.n_scored['test']} to test; vocabulary of {data.vocab_size} words" in caplog.text
+    assert f"files: {n_tokens(data)['test']} to test; vocabulary of {data.vocab_size} words" in caplog.text
 
 
 def test_another_vocabulary_is_refused(tmp_path):

@@ -57,6 +57,11 @@ class CheckFinite(pl.Callback):
         self._where = "before the first step"
         self._steps: deque[tuple[int, str]] = deque(maxlen=10_000)  # since the last check, with their descriptions
 
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        """Forget the counts of an earlier run. A checkpoint is loaded after this."""
+        if stage == "fit":
+            self.skipped, self._in_a_row = 0, torch.zeros((), dtype=torch.int64)
+
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Start counting."""
         scaler = getattr(trainer.precision_plugin, "scaler", None)

@@ -93,10 +93,13 @@ class LastCheckpoint(Checkpoint):
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         """Add the callbacks that save the best checkpoints, and set up asynchronous writing.
 
+        Metrics of an earlier run are forgotten. A checkpoint is loaded after this.
+
         Raises:
             ValueError: If the way the run saves checkpoints does not support it, or `save_top_k` is more than 1 and
                 there is no validation.
         """
+        self._metrics, self._to_log = {}, None
         if stage != "fit":
             return
         self._keep_best(trainer, getattr(pl_module, "monitor", None))

@@ -47,7 +47,7 @@ class MemoryCarry(pl.Callback):
         self._training: State | None = None  # the training's memory, while the model does not train
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        """Check that the model can carry a memory.
+        """Check that the model can carry a memory. A run begins without one; a checkpoint is loaded after this.
 
         Raises:
             ValueError: If it can't, if its state grows without bound, or if there is another `MemoryCarry`.
@@ -56,6 +56,8 @@ class MemoryCarry(pl.Callback):
             raise ValueError(f"MemoryCarry: {type(pl_module).__name__} carries no memory between batches; leave it out")
         if sum(isinstance(callback, MemoryCarry) for callback in trainer.callbacks) > 1:  # type: ignore[attr-defined]
             raise ValueError("trainer.callbacks has two MemoryCarry with other options; give the whole list, with one")
+        if stage == "fit":
+            self._training = None
         if stage == "fit" and self.training:
             _check_bounded(pl_module.backbone)  # type: ignore[arg-type]
         if self.evaluation:

@@ -8,6 +8,7 @@ from typing import Any
 import lightning.pytorch as pl
 import numpy as np
 import torch
+from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from lit_effattn.checkpoints.folders import gathered
@@ -32,6 +33,10 @@ class RandomStates(pl.Callback):
         self._loaded: dict[str, Any] | None = None
         self._before_validation: dict[str, Any] | None = None  # while a validation runs
 
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        """Forget states of an earlier run that were not restored. A checkpoint is loaded after this."""
+        self._loaded = self._before_validation = None
+
     def on_save_checkpoint(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
     ) -> None:
@@ -44,7 +49,7 @@ class RandomStates(pl.Callback):
     ) -> None:
         """Read this process's state from the checkpoint."""
         states = checkpoint.get(RANDOM_STATES_KEY)
-        if not self.restore or states is None:
+        if not self.restore or states is None or trainer.state.fn != TrainerFn.FITTING:
             return
         if len(states) == trainer.world_size:
             heads = heads_of(trainer)  # processes that share the heads of a model draw the same numbers
@@ -54,10 +59,6 @@ class RandomStates(pl.Callback):
                 f"The checkpoint was saved by {len(states)} processes and is resumed by {trainer.world_size}: random "
                 "states start from the seed again, and the run won't repeat the uninterrupted one exactly."
             )
-
-    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Forget a validation that an exception ended."""
-        self._before_validation = None
 
     def on_train_batch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any) -> None:
         """Restore the state before the first batch, since setting up loaders and progress bars draws numbers too."""

@@ -123,8 +123,12 @@ def test_a_skipped_step_changes_nothing(tmp_path: Path, accumulate: int):
 
 def test_too_many_in_a_row_stop_the_run(tmp_path: Path):
     model = Adam({2: math.nan, 4: math.nan, 5: math.nan, 6: math.nan})
+    guard = CheckFinite(skip=2)
     with pytest.warns(UserWarning, match="is skipped"), pytest.raises(NotFiniteError, match="at step 7 "):
-        fit(tmp_path, model, CheckFinite(skip=2))
+        fit(tmp_path, model, guard)
+    with pytest.warns(UserWarning, match="is skipped"):
+        fit(tmp_path, Adam({0: math.nan, 1: math.nan}), guard)  # another run
+    assert guard.skipped == 2
 
 
 @pytest.mark.parametrize("n_bad", [20, 21])

@@ -72,6 +72,20 @@ def test_a_resumed_run_does_not_save_within_its_first_step(tmp_path: Path):
     assert {step for step, _ in watch.saved_at} == {4}
 
 
+def test_metrics_of_a_checkpoint_do_not_reach_a_later_run(tmp_path: Path):
+    class Record(pl.Callback):
+        def on_train_batch_start(self, trainer: pl.Trainer, *_: Any) -> None:
+            seen.append(dict(trainer.callback_metrics))
+
+    seen: list[dict[str, Any]] = []
+    callbacks = [LastCheckpoint(), Record()]
+    trainer(tmp_path, callbacks, max_epochs=1).fit(Tiny(), loader(1), loader())
+    path = tmp_path / "checkpoints" / "last.ckpt"
+    trainer(tmp_path, callbacks, max_epochs=1).fit(Tiny(), loader(1), loader(), ckpt_path=path)  # no step is left
+    trainer(tmp_path, callbacks, max_epochs=1).fit(Tiny(), loader(1), loader())
+    assert seen == [{}, {}]
+
+
 def test_nothing_is_saved_in_a_trial(tmp_path: Path):
     trainer(tmp_path, [LastCheckpoint(1)], fast_dev_run=2).fit(Tiny(), loader(3), loader(1))
     assert not list(tmp_path.rglob("*.ckpt"))

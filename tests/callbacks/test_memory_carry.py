@@ -179,8 +179,10 @@ class Rest:
 
 def test_memories_of_another_number_of_processes_start_empty(tmp_path):
     carry, made = MemoryCarry(), model()
+    trainer(tmp_path, [carry], max_steps=2).fit(made, loader(6))
     fitting = trainer(tmp_path, [])
     fitting.state.fn = TrainerFn.FITTING
+    carry.setup(fitting, made, "fit")
     with pytest.warns(UserWarning, match="of 2 processes, this run has 1"):
         carry.on_load_checkpoint(fitting, made, {"memory_carry": [None, None]})
     carry.on_train_start(fitting, made)

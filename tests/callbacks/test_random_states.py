@@ -25,7 +25,8 @@ def _leave_generators_alone():
 
 def one_process(rank: int = 0, world_size: int = 1, heads: int = 1) -> SimpleNamespace:
     strategy = ShardedStrategy(tensor_parallel_size=heads)
-    return SimpleNamespace(world_size=world_size, global_rank=rank, strategy=strategy)
+    state = SimpleNamespace(fn="fit")
+    return SimpleNamespace(world_size=world_size, global_rank=rank, strategy=strategy, state=state)
 
 
 def draw() -> list[float]:
@@ -79,12 +80,15 @@ def test_saving_draws_nothing():
     assert draw() == expected
 
 
-@pytest.mark.parametrize("checkpoint", ["with states", "without"])
+@pytest.mark.parametrize("checkpoint", ["with states", "without", "of a test", "of an earlier run"])
 def test_where_another_seed_was_asked_for_it_is_kept(checkpoint: str):
     saved: dict = {}
     RandomStates().on_save_checkpoint(one_process(), CPU, saved)
-    callback = RandomStates(restore=checkpoint == "without")
-    callback.on_load_checkpoint(one_process(), CPU, saved if checkpoint == "with states" else {})
+    callback, process = RandomStates(restore=checkpoint != "with states"), one_process()
+    process.state.fn = "test" if checkpoint == "of a test" else "fit"
+    callback.on_load_checkpoint(process, CPU, {} if checkpoint == "without" else saved)
+    if checkpoint == "of an earlier run":
+        callback.setup(process, CPU, "fit")
     seeded(4)
     expected = draw()
     seeded(4)

@@ -108,9 +108,9 @@ class PairStore:
 def tokenized_pairs(source: PairSource, vocabularies: Vocabularies, *, merged: bool, cache: Path) -> PairStore:
     """Tokenize a source, or open the tokens of an earlier run if neither the source nor the settings have changed.
 
-    The vocabularies are learnt from the training pairs. Memory grows by 50 bytes with each training pair; pairs of
-    validation and test are held in memory while they are merged. If several processes call this, one tokenizes and the
-    others wait.
+    The vocabularies are learnt from the training pairs. Memory grows by about 114 bytes with each training pair; pairs
+    of validation and test are held in memory while they are merged. If several processes call this, one tokenizes and
+    the others wait.
 
     Raises:
         ValueError: If a split has no pairs.

@@ -54,7 +54,8 @@ def cmu_dog(root: Path, document: Shown) -> DialogueSource:
         root: The folder.
         document: Where sections are read. "apart": each section, and then the turns during which it was shown, is a
             conversation. "before": a conversation has all sections that were shown in it, and then all turns.
-            "when_shown": each section comes before the first turn during which it was shown.
+            "when_shown": each section comes before the first turn during which it was shown. But for "before", a
+            section that is shown again after another is read again.
 
     Raises:
         FileNotFoundError: If a folder or its files are missing.

@@ -35,7 +35,8 @@ class GroundedDialogues(TextStream):
         root: Folder of the folders `Conversations` and `WikiData`.
         document: "apart": each section, and then the turns during which it was shown, is a conversation. "before": a
             conversation has all sections that were shown in it, and then all turns. "when_shown": each section comes
-            before the first turn during which it was shown.
+            before the first turn during which it was shown. But for "before", a section that is shown again after
+            another is read again.
         segment_len: N in training.
         batch_size: B in training: streams of each process.
         packed: In training, segments cross the borders of conversations without padding, and a conversation depends on

@@ -107,7 +107,7 @@ class TextStream(DataModule):
         tokenizer_of: A checkpoint of a language model, whose tokenizer is used, in place of `tokens` and `vocab_size`:
             to fine-tune or test that model on another text. A pretrained tokenizer encodes each document as a whole.
         shuffle_seed: Training reads the documents in another order every epoch, drawn with this seed; None: always in
-            the source's order. It takes 40 bytes of memory a document.
+            the source's order. It takes 40 bytes of memory a document; with documents=whole, 64.
         cache: Folder for tokens and vocabularies. They are made once for a source and its settings, and again if one
             has changed. May be deleted at any time. Default: lit-effattn in $XDG_CACHE_HOME, which defaults to
             ~/.cache.

@@ -76,13 +76,17 @@ def text(tokens: list[int]) -> str:
 
 @pytest.mark.parametrize("segment_len", [7, 1000])
 def test_sections_come_before_the_turns_and_only_turns_are_scored(tmp_path: Path, segment_len: int):
-    write(tmp_path, 1)
-    turns = [*TURNS, "test 0"]
+    again = conversation([*HISTORY, (2, "test 0"), (0, "back")])
+    (write(tmp_path, 1) / "Conversations" / "test" / "0.json").write_text(json.dumps(again))
+    turns = [*TURNS, "test 0", "back"]
     a, b, c = SECTIONS
     expected = {
         "before": [([a, b, c, *turns], turns)],
-        "when_shown": [([a, *turns[:2], b, *turns[2:4], c, *turns[4:]], turns)],
-        "apart": [([a, *turns[:2]], turns[:2]), ([b, *turns[2:4]], turns[2:4]), ([c, *turns[4:]], turns[4:])],
+        "when_shown": [([a, *turns[:2], b, *turns[2:4], c, *turns[4:6], a, turns[6]], turns)],
+        "apart": [
+            *(([a, *turns[:2]], turns[:2]), ([b, *turns[2:4]], turns[2:4])),
+            *(([c, *turns[4:6]], turns[4:6]), ([a, turns[6]], turns[6:])),
+        ],
     }
     for document, conversations in expected.items():
         actual = read(data(tmp_path, document=document, segment_len=segment_len, batch_size=1))

@@ -44,6 +44,7 @@ class Compile(pl.Callback):
         if backend not in known:
             raise ValueError(f"backend={backend!r} is not one of {', '.join(known)}; the usual choice is inductor")
         self.backend = backend
+        self._compiled: Any = None  # the model, while it trains
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         """Request compilation, which the first step starts: before DDP wraps the model, and in each process.
@@ -64,3 +65,14 @@ class Compile(pl.Callback):
         if self.backend == "inductor":
             check_inductor("Compile", trainer.strategy.root_device)
         model.compile_objective(self.backend)
+        self._compiled = model
+
+    def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        """Undo the request: a later run of the model may be without this callback."""
+        if self._compiled is not None:
+            self._compiled.compile_objective(None)
+            self._compiled = None
+
+    def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
+        """Undo the request."""
+        self.teardown(trainer, pl_module, "fit")

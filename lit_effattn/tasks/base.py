@@ -468,10 +468,11 @@ class Task(HasInitArgs, pl.LightningModule):
         """Run `objective`, compiled if `compile_objective` was called."""
         return self._objective(self, batch, memory)
 
-    def compile_objective(self, backend: str = "inductor") -> None:
+    def compile_objective(self, backend: str | None = "inductor") -> None:
         """Compile `objective` with `torch.compile`: see the callback `Compile`.
 
-        Parameter names, checkpoints, evaluation and generation do not change.
+        Parameter names, checkpoints, evaluation and generation do not change. With `backend` None, `objective` is no
+        longer compiled.
 
         Raises:
             ValueError: If the class does not define `objective`.
@@ -479,7 +480,8 @@ class Task(HasInitArgs, pl.LightningModule):
         if type(self).objective is Task.objective:
             raise ValueError(f"{type(self).__name__} can't be compiled: it defines no `objective`; see `Task`")
         # The function, not the bound method: a copy of this model must use its own weights.
-        self._objective = torch.compile(type(self).objective, backend=backend)
+        objective = type(self).objective
+        self._objective = objective if backend is None else torch.compile(objective, backend=backend)
 
     def with_auxiliary(
         self,

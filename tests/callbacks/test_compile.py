@@ -102,6 +102,9 @@ def test_batches_of_other_sizes_are_compiled_once_more(tmp_path: Path):
         trainer(tmp_path, callbacks, max_epochs=2).fit(model, DataLoader(batches, batch_size=None))
     assert graphs() == 2
     torch.testing.assert_close(weights(compiled), weights(plain))
+    torch._dynamo.reset()
+    compiled.run_objective(batches[0])
+    assert graphs() == 2  # after the run nothing is compiled
 
 
 def test_speech_is_compiled_around_its_loss():

@@ -126,6 +126,11 @@ class LabelledTexts(LengthBatched):
         return 256 if self._tokenizer is None else self._tokenizer.n_tokens
 
     @property
+    def tokenizer(self) -> str | None:
+        """The vocabulary of `tokenizer_of` in JSON; None: the tokens are bytes."""
+        return None if self._tokenizer is None else self._tokenizer.to_json()
+
+    @property
     def classes(self) -> tuple[str, ...]:
         """Names of the classes, in the order of their labels. The texts are read on first access.
 

@@ -502,6 +502,13 @@ class CLI(LightningCLI):
         except OtherModelError as error:
             advice = remedy(self.model, checkpoint["state_dict"])
             raise ValueError(f"{option} {path}: {error.difference}. {advice}") from error
+        saved = checkpoint.get("hyper_parameters", {}).get("tokenizer")
+        own = getattr(self.datamodule, "tokenizer", None)
+        if None not in (saved, own) and saved != own:  # a classifier has no `numbering` of tokens
+            raise ValueError(
+                f"{option} {path}: its tokens are not those of the data, so the same number means another one; "
+                f"--data.tokenizer_of {path} reads the texts with its vocabulary"
+            )
         self.model.load_state_dict(checkpoint["state_dict"])
         rank_zero_info(f"Starting from the weights of {short(path)}")
         if kept:

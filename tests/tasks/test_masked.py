@@ -383,6 +383,13 @@ def test_scores_of_documents_tokens_of_masks_and_classes_of_proteins(
     for name, value in task.state_dict().items():
         if name.startswith(("embedding.", "backbone.")):
             assert torch.equal(weights[name], value)
+    other = torch.load(checkpoint, weights_only=True)
+    other["hyper_parameters"]["tokenizer"] = json.dumps({"tokens": "characters", "vocabulary": letters[-2::-1]})
+    torch.save(other, "other.ckpt")
+    data["init_args"]["tokenizer_of"] = "other.ckpt"
+    Path("tiny.yaml").write_text(yaml.safe_dump({**TINY, **tuned}))
+    message = fails(capsys, "fit", "--config", "tiny.yaml", "--init_weights", checkpoint)
+    assert "--init_weights pretrained.ckpt: its tokens are not those of the data" in message
     del data["init_args"]["tokenizer_of"]
     Path("tiny.yaml").write_text(yaml.safe_dump({**TINY, **tuned}))
     message = fails(capsys, "fit", "--config", "tiny.yaml", "--init_weights", checkpoint)

@@ -273,6 +273,8 @@ class Task(HasInitArgs, pl.LightningModule):
         self._in_training_mode = []
 
     on_test_model_eval, on_test_model_train = on_validation_model_eval, on_validation_model_train
+    # Lightning has no `on_predict_model_train`.
+    on_predict_model_eval, on_predict_epoch_end = on_validation_model_eval, on_validation_model_train
 
     def configure_model(self) -> None:
         """Divide the parameters among the processes, if the strategy does so. A second call does nothing.

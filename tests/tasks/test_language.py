@@ -197,13 +197,13 @@ def test_evaluation_may_have_another_memory_than_training(tmp_path):
     assert (attention.mem_len, attention.same_length) == (2, False)
 
 
-@pytest.mark.parametrize("run", ["fit", "validate", "test"])
+@pytest.mark.parametrize("run", ["fit", "validate", "test", "predict"])
 def test_an_evaluation_that_an_exception_ended_has_no_effect_on_the_next_run(tmp_path, run: str):
     class Stop(pl.Callback):
         def on_validation_batch_end(self, *_: Any) -> None:
             raise RuntimeError("stop")
 
-        on_test_batch_end = on_validation_batch_end
+        on_test_batch_end = on_predict_batch_end = on_validation_batch_end
 
     class Record(pl.Callback):
         def on_train_batch_start(self, trainer: Any, made: Any, *_: Any) -> None:

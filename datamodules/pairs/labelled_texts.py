@@ -118,7 +118,8 @@ class LabelledTexts(LengthBatched):
     @property
     def places(self) -> list[Path]:
         """The file or folder that the texts are read from. It may be missing."""
-        return [] if self._options[0] is None else [Path(self._options[0])]
+        root = self._options[0]
+        return [] if root is None else [Path(root)]
 
     @property
     def vocab_size(self) -> int:

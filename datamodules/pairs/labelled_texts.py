@@ -185,7 +185,7 @@ class LabelledTexts(LengthBatched):
     def _drop_header(self, texts: dict[str, list[bytes]], labels: dict[str, list[str]]) -> None:
         """Leave out first rows whose class is nowhere else in a data set of at least ten texts and three classes."""
         counts = Counter(label for of_split in labels.values() for label in of_split)
-        rows = pair_sources.first_rows(Path(self.name), self.columns)
+        rows = pair_sources.first_rows(Path(str(self.name)), self.columns)
         first_rows = [(row.source.encode(), _class_name(row.target)) for row in rows]
         firsts = Counter(name for _, name in first_rows)
         repeated = len(set(labels["train"])) < len(labels["train"])

@@ -154,6 +154,11 @@ class MemoryCarry(pl.Callback):
 
 def _for_batch(module: SequenceModule, memory: State | None, batch: Any) -> State:
     """Return a memory for every row of `batch`, empty in the rows that start a new document."""
+    if not hasattr(batch, "fresh"):
+        raise ValueError(
+            f"MemoryCarry: the batch is a {type(batch).__name__} without the field `fresh`; make one of your "
+            "tensors by lit_effattn.datamodules.TokenBatch"
+        )
     starts, rows = batch.fresh, len(batch.inputs)
     if memory is None or starts is None:
         return module.initial_state(rows, device=batch.inputs.device)

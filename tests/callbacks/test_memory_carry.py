@@ -289,6 +289,9 @@ def test_what_has_no_memory_is_refused(tmp_path):
     two = [MemoryCarry(), MemoryCarry(evaluation=False)]
     with pytest.raises(ValueError, match="two MemoryCarry"):  # each validation would empty the training's memory
         trainer(tmp_path, two, max_epochs=1).fit(model(), loader(1))
+    pairs = DataLoader([[torch.zeros(2, 4, dtype=torch.long)] * 2], batch_size=None)
+    with pytest.raises(ValueError, match=r"the batch is a list without the field `fresh`.*TokenBatch"):
+        trainer(tmp_path, [MemoryCarry()], max_epochs=1).fit(model(), pairs)
     with pytest.raises(ValueError, match="training=False and evaluation=False"):
         MemoryCarry(training=False, evaluation=False)
 

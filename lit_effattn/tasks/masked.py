@@ -41,8 +41,8 @@ class MaskedLanguageModel(Task):
     token is the vocabulary's `<start>`, which does not occur in texts.
 
     In training, M is drawn from torch's random state, which a resumed run continues. In evaluation it depends on `seed`
-    and the position in the text of the split (`TokenBatch.offsets`, else in the row), and on nothing else: not on the
-    batch size, the workers, the processes, or the length of segments.
+    and the position in the text of the split (`TokenBatch.offsets`; without them, on the tokens of the row and the
+    position in it), and on nothing else: not on the batch size, the workers, the processes, or the length of segments.
 
     Args:
         backbone: Mixes the sequence, and is not causal.
@@ -131,8 +131,7 @@ class MaskedLanguageModel(Task):
         if self.training:
             chosen, kind, drawn = torch.rand(3, *tokens.shape, dtype=torch.float32, device=tokens.device)
         else:
-            rows = torch.arange(tokens.size(1), device=tokens.device).expand_as(tokens)
-            offsets = rows if batch.offsets is None else batch.offsets
+            offsets = _offsets(tokens) if batch.offsets is None else batch.offsets
             chosen, kind, drawn = (uniform(self.seed, 3 * offsets + i) for i in range(3))
         valid = tokens != IGNORE
         targets = tokens.masked_fill(~valid | (chosen >= self.mask_rate), IGNORE)
@@ -211,6 +210,13 @@ class MaskedLanguageModel(Task):
         """Raise ValueError if a token is outside the vocabulary, or padding is scored: see `Task.check_batch`."""
         check_fields(batch, TokenBatch)
         check_targets(batch.targets, batch.lengths, self.vocab_size)
+
+
+def _offsets(tokens: Tensor) -> Tensor:
+    """Return numbers for the positions of tokens (B, N) that follow from the tokens of a row alone, without padding."""
+    position = torch.arange(tokens.size(1), device=tokens.device)
+    of_row = (tokens.masked_fill(tokens == IGNORE, -1) + 1) * (2 * position + 1)
+    return position + 1_000_003 * of_row.sum(1, keepdim=True)
 
 
 def uniform(seed: int, counters: Tensor) -> Tensor:

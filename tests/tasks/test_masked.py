@@ -400,7 +400,12 @@ def test_batches_without_offsets_are_scored_by_rows(tmp_path: Path):
     task = model()
     x = torch.randint(V - 1, (2, 30))
     batches = [TokenBatch(x, x), TokenBatch(x[:1], x[:1])]
-    assert torch.equal(task.masked(batches[0])[1][:1], task.masked(batches[1])[1])
+    targets = task.masked(batches[0])[1]
+    assert torch.equal(targets[:1], task.masked(batches[1])[1])
+    padded = torch.cat([x[:1], torch.full((1, 3), IGNORE)], 1)
+    assert torch.equal(targets[:1], task.masked(TokenBatch(padded, padded))[1][:, :30])
+    scored = targets != IGNORE
+    assert not torch.equal(scored[0], scored[1])  # other rows have other masks
     message = task.write_predictions([task.predict_step(batch) for batch in batches], tmp_path)
     assert message.startswith("scores of 3 documents")
     rows: list[list[str]] = [line.split(",") for line in (tmp_path / "predictions.csv").read_text().splitlines()]

@@ -173,7 +173,7 @@ def checkpoint(recognizer: SpeechRecognizer, path: Path, normalize: str | None =
         "state_dict": recognizer.state_dict(),
         "hyper_parameters": dict(recognizer.hparams),
         "datamodule_hyper_parameters": {"sample_rate": 8000, "n_mels": 10, "normalize": normalize},
-        "SpeechData": {"statistics": STATISTICS},
+        "SpeechData": {"features": "", "statistics": STATISTICS},
     }
     torch.save(saved, path)
     return str(path)

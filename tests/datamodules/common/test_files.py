@@ -108,7 +108,7 @@ def test_no_program_is_started_for_an_image(name: str, tmp_path: Path, monkeypat
     path = tmp_path / name
     path.write_bytes(EPS)
     with pytest.raises(ValueError, match="none of the formats BMP, GIF, JPEG"):
-        verify_images([path])
+        verify_images([path], 3)
     with pytest.raises(OSError, match="none of the formats"), open_image(path):
         pass
 
@@ -145,7 +145,7 @@ def test_what_is_no_regular_file_is_not_opened(tmp_path: Path, monkeypatch: pyte
     assert regular(Path("a.txt")) == Path("a.txt")
     Path("fifo").rename("x.png")
     with pytest.raises(ValueError, match="a FIFO"):
-        verify_images([Path("x.png")])
+        verify_images([Path("x.png")], 3)
 
 
 @pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="needs FIFOs")

@@ -177,15 +177,15 @@ class LabelledTexts(LengthBatched):
         return classes, {s: self._split(texts[s], np.array([numbers[name] for name in labels[s]])) for s in SPLITS}
 
     def _source(self) -> PairSource:
-        root, path, subset = self._options
+        _, path, subset = self._options
         if path is not None:
             return pair_sources.huggingface(path, subset, self.columns, numbers=True)
-        return pair_sources.files(Path(str(root)), self.columns, numbers=True)
+        return pair_sources.files(self.places[0], self.columns, numbers=True)
 
     def _drop_header(self, texts: dict[str, list[bytes]], labels: dict[str, list[str]]) -> None:
         """Leave out first rows whose class is nowhere else in a data set of at least ten texts and three classes."""
         counts = Counter(label for of_split in labels.values() for label in of_split)
-        rows = pair_sources.first_rows(Path(str(self.name)), self.columns)
+        rows = pair_sources.first_rows(self.places[0], self.columns)
         first_rows = [(row.source.encode(), _class_name(row.target)) for row in rows]
         firsts = Counter(name for _, name in first_rows)
         repeated = len(set(labels["train"])) < len(labels["train"])

@@ -31,20 +31,18 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--tokenizer_of", help="A checkpoint (or model:NAME) whose tokenizer to use, in place of these."
     )
-    parser.add_argument("--field", default="text", help="Name of the text in the lines of a .jsonl. Default: text.")
+    parser.add_argument(
+        "--field", default="text", help="Name of the text in the lines of a .jsonl. Default: %(default)s."
+    )
     parser.add_argument(
         "--held_out", type=int, help="One of so many documents is for validation, one for test. Default: 200."
     )
-    parser.add_argument(
-        "--shard_bytes", type=int, default=256_000_000, help="Bytes of input for a shard. Default: 256000000."
-    )
-    parser.add_argument(
-        "--learn_bytes",
-        type=int,
-        default=100_000_000,
-        help="Bytes of text to learn a vocabulary from. Default: 100000000.",
-    )
-    parser.add_argument("--workers", type=int, default=1, help="Number of processes. Default: 1.")
+    for option, default, what in (
+        ("--shard_bytes", 256_000_000, "Bytes of input for a shard."),
+        ("--learn_bytes", 100_000_000, "Bytes of text to learn a vocabulary from."),
+        ("--workers", 1, "Number of processes."),
+    ):
+        parser.add_argument(option, type=int, default=default, help=f"{what} Default: %(default)s.")
     return parser
 
 

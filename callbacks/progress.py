@@ -68,11 +68,7 @@ class ParameterSummary(ModelSummary):
 
     @staticmethod
     def summarize(
-        summary_data: list[tuple[str, list[str]]],
-        total_parameters: int,
-        trainable_parameters: int,
-        *_: Any,
-        **__: Any,
+        summary_data: list[tuple[str, list[str]]], total_parameters: int, trainable_parameters: int, *_: Any, **__: Any
     ) -> None:
         """Print the table."""
         columns = {name.strip(): values for name, values in summary_data}

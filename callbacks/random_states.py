@@ -37,16 +37,12 @@ class RandomStates(pl.Callback):
         """Forget states of an earlier run that were not restored. A checkpoint is loaded after this."""
         self._loaded = self._before_validation = None
 
-    def on_save_checkpoint(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
-    ) -> None:
+    def on_save_checkpoint(self, trainer: pl.Trainer, pl_module: Any, checkpoint: dict[str, Any]) -> None:
         """Gather the states of all processes. This hook is called on every process, unlike `state_dict`."""
         local = self._before_validation or _capture(pl_module.device)
         checkpoint[RANDOM_STATES_KEY] = [local] if trainer.world_size == 1 else gathered(local)
 
-    def on_load_checkpoint(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
-    ) -> None:
+    def on_load_checkpoint(self, trainer: pl.Trainer, pl_module: Any, checkpoint: dict[str, Any]) -> None:
         """Read this process's state from the checkpoint."""
         states = checkpoint.get(RANDOM_STATES_KEY)
         if not self.restore or states is None or trainer.state.fn != TrainerFn.FITTING:

@@ -224,11 +224,7 @@ def _decode(path: Path, channels: int, max_pixels: int) -> "Image":
 
 
 def _flat(image: "Image", file_format: str | None) -> "Image":
-    """Return an image of 8 bits a channel, with its transparent pixels on a white background.
-
-    Raises:
-        ValueError: If its grey values are not 8 or 16 bits without sign.
-    """
+    """Return an image of 8 bits a channel, with its transparent pixels on a white background."""
     from PIL import Image
 
     if image.mode == "F" or (image.mode, file_format) == ("I", "TIFF"):  # 16 bits without sign are I;16

@@ -252,11 +252,7 @@ def _whole(path: Path, root: Path) -> _Part:
 
 
 def _start(path: Path) -> int:
-    """Return the offset of a file's text, after a byte-order mark of UTF-8.
-
-    Raises:
-        ValueError: If it is not a text, or has to be unpacked.
-    """
+    """Return the offset of a file's text, after a byte-order mark of UTF-8."""
     compressed, marked = text_encoding(path)
     if compressed:
         raise ValueError(

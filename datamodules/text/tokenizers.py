@@ -562,11 +562,7 @@ class NumberTokenizer(Tokenizer):
 
 
 def _fields(vocabulary: Any, **more: type) -> dict[str, Any]:
-    """Return the arguments of a `NumberTokenizer`, and those of `more`, from plain data.
-
-    Raises:
-        TypeError: If one is missing, or of another type.
-    """
+    """Return the arguments of a `NumberTokenizer`, and those of `more`, from plain data."""
     whole: dict[str, Any] = {**more, "n_tokens": int, "start": int, "end": (int, type(None))}
     if not isinstance(vocabulary, dict) or not all(isinstance(vocabulary.get(k), t) for k, t in whole.items()):
         raise TypeError(f"it must have {', '.join([*whole][:-1])} and end")
@@ -633,9 +629,7 @@ def check_vocabulary(vocab_size: int | None, **tokens: str) -> None:
 def _as_value_error(message: str, *, quiet: bool = False) -> Iterator[None]:
     """Replace the errors of `tokenizers`, which has no types of its own and whose panics derive from BaseException.
 
-    Args:
-        message: The beginning of the error's message.
-        quiet: Discard what is written to stderr meanwhile, such as the stack of a panic.
+    With `quiet`, discard what is written to stderr meanwhile, such as the stack of a panic.
     """
     with _without_stderr() if quiet else nullcontext():
         try:

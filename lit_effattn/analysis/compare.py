@@ -44,9 +44,6 @@ def _parser() -> argparse.ArgumentParser:
 def compare(args: list[str]) -> None:
     """Compare runs.
 
-    Args:
-        args: The arguments of the command.
-
     Raises:
         ValueError: If a folder is not that of a run, or an option is out of range.
         FileExistsError: If the page exists.

@@ -185,11 +185,7 @@ def _read_log(folder: Path) -> tuple[dict[str, Curve], Curve, float | None]:
 
 
 def _entries(path: Path) -> Iterator[tuple[int, str, float]]:
-    """Yield step, column and value of every number in a log, without a truncated last line.
-
-    Raises:
-        ValueError: If the file is not CSV, or a field has more than 131,072 characters.
-    """
+    """Yield step, column and value of every number in a log, without a truncated last line."""
     try:
         with regular(path).open(newline="", encoding="utf-8") as file:
             for row in csv.DictReader(file):

@@ -67,9 +67,6 @@ def _parser() -> argparse.ArgumentParser:
 def report(args: list[str]) -> None:
     """Write a report.
 
-    Args:
-        args: The arguments of the command.
-
     Raises:
         ValueError: If an argument is invalid, or the run can't be read.
         FileNotFoundError: If the run does not exist.
@@ -95,11 +92,7 @@ def report(args: list[str]) -> None:
 def find_run(name: str) -> tuple[Path, Path | None]:
     """Return the folder of a run, and its checkpoint, if any: the named one, else the best, else the last.
 
-    The folder is the checkpoint itself if that is outside all runs.
-
-    Args:
-        name: A run's folder, a checkpoint, `best` or `last` of the newest run, the folder name of a configuration's
-            runs, for the newest of them, or `model:NAME`.
+    The folder is the checkpoint itself if that is outside all runs. See `_parser` for the names.
 
     Raises:
         FileNotFoundError: If the run does not exist.

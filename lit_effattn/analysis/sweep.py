@@ -70,10 +70,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def sweep(args: list[str]) -> None:
-    """Run a sweep, or continue an interrupted one, and write its tables.
-
-    Args:
-        args: The arguments of the command. Unknown ones are flags of `fit`.
+    """Run a sweep, or continue an interrupted one, and write its tables. Unknown arguments are flags of `fit`.
 
     Raises:
         ValueError: If an argument is invalid, the folder has a sweep with other flags, or no run succeeds.
@@ -123,13 +120,7 @@ def write_tables(
 
 
 class Child(subprocess.Popen[bytes]):
-    """A process that runs `lit-effattn`.
-
-    Args:
-        args: The command and its arguments.
-        log: The file to which its output is appended.
-        device: Its CUDA device, or None for the default.
-    """
+    """A process that runs `lit-effattn` on a CUDA device, None for the default, and appends its output to `log`."""
 
     def __init__(self, args: list[str], log: Path, device: str | None) -> None:
         environment = {**os.environ, **({} if device is None else {"CUDA_VISIBLE_DEVICES": device})}

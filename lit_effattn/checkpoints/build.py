@@ -24,6 +24,7 @@ from typing import Any, Literal, Union
 import torch
 
 from lit_effattn import registry
+from lit_effattn.checkpoints.printable import cut
 from lit_effattn.checkpoints.trust import NotAllowedError, Trust
 from lit_effattn.hparams import parameters
 
@@ -102,11 +103,7 @@ def _remedy(name: Any) -> str:
 
 
 class _Builder:
-    """Converts plain data to values of the annotated types, and calls the classes that they name.
-
-    Args:
-        allowed: Finds the class of a name.
-    """
+    """Converts plain data to values of the annotated types, and calls the classes that they name."""
 
     def __init__(self, allowed: Allowed) -> None:
         self.allowed = allowed
@@ -127,9 +124,8 @@ class _Builder:
                 return self._as(value, member, where, given or {})
             except (_MisfitError, OverflowError):  # an integer beyond all floats
                 continue
-        shown = repr(value)
-        shown = shown if len(shown) < 80 else f"{shown[:77]}…"
-        raise NotAllowedError(f"{self.allowed.source} has {shown} as {where}, which must be {described(annotation)}")
+        expected = described(annotation)
+        raise NotAllowedError(f"{self.allowed.source} has {cut(value)} as {where}, which must be {expected}")
 
     def _as(self, value: Any, member: Any, where: str, given: Mapping[str, Any]) -> Any:
         """Return `value` as the type `member`, which is not a union."""
@@ -154,8 +150,9 @@ class _Builder:
         if isinstance(value, (list, tuple)):
             return self._sequence(value, origin, args, where)
         if isinstance(value, dict) and issubclass(origin, collections.abc.Mapping):
+            _fits(value, all(isinstance(key, (str, int)) for key in value))
             item_type = args[1] if len(args) > 1 else Any
-            return {_key(key): self.value(item, item_type, f"{where}.{key}") for key, item in value.items()}
+            return {key: self.value(item, item_type, f"{where}.{key}") for key, item in value.items()}
         kind, arguments = self._call(value, (origin,), where, given)
         try:
             return kind(**arguments)
@@ -203,10 +200,6 @@ def _is_plain(value: Any) -> bool:
     if isinstance(value, dict):
         return all(isinstance(key, (str, int)) and _is_plain(item) for key, item in value.items())
     return value is None or isinstance(value, (bool, int, float, str))
-
-
-def _key(key: Any) -> Any:
-    return _fits(key, isinstance(key, (str, int)))
 
 
 def _fits(value: Any, condition: bool) -> Any:

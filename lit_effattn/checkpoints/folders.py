@@ -195,15 +195,6 @@ class Parts:
             self._read[rank] = content
         return self._read[rank]
 
-    def verify(self) -> None:
-        """Verify all parts.
-
-        Raises:
-            DamagedError: If a part is damaged: see `Parts`.
-        """
-        for rank in range(len(self)):
-            self[rank]
-
     def of_process(self, rank: int, name: str) -> Any:
         """Return a process's own value of a name, in memory."""
         if name not in self[rank]["own"]:

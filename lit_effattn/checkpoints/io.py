@@ -169,10 +169,6 @@ def read_outline(path: str | Path, *, verify: bool = False) -> dict[str, Any]:
     The common content lacks the carried memories and the values of divided tensors, whose device is `meta`. All parts
     must exist and have their lengths; their checksums are verified if `verify` is True.
 
-    Args:
-        path: The file, or folder.
-        verify: Whether the checksums of a folder's parts are verified.
-
     Raises:
         FileNotFoundError: If there is none.
         DamagedError: If it is cut off, changed, or not a checkpoint.
@@ -180,8 +176,8 @@ def read_outline(path: str | Path, *, verify: bool = False) -> dict[str, Any]:
 
     def of_folder(folder: Path) -> dict[str, Any]:
         parts = Parts(folder)
-        if verify:
-            parts.verify()
+        for rank in range(len(parts)) if verify else ():
+            parts[rank]
         return parts.common
 
     return _read(model_path(path), of_folder)

@@ -37,20 +37,8 @@ def load_model(
 ) -> M:
     """Build the model of a checkpoint, with its weights: see `Task.load_from_checkpoint`.
 
-    Args:
-        kind: The model's class or a base class of it. The checkpoint may name it.
-        path: The checkpoint, or `model:NAME`, a shipped model.
-        map_location: Where its tensors go. Default: where they were, or the CPU if that device is not available.
-        strict: Whether the file must hold exactly the model's parameters and buffers. Default: `strict_loading`.
-        trust: Further classes that the file may name.
-        average: The number of last checkpoints of the run whose mean the parameters get. Default: this one alone.
-        arguments: Arguments of the model that replace those in the file.
-        content: The content of the file, if it has been read.
-
-    Raises:
-        FileNotFoundError: If there is no such file.
-        ValueError: If the file is not a checkpoint, holds another model, or names a class that is not allowed
-            (`NotAllowedError`), or if fewer checkpoints than `average` were kept.
+    The model is of the class `kind`, which the checkpoint may name, or of one derived from it. `arguments` replace
+    those in the file, whose `content` is given if it has been read.
     """
     location = map_location or _same_device
     path = model_path(path)

@@ -22,15 +22,10 @@ _TOO_LARGE = re.compile(r"Overflow when unpacking long|can't allocate memory|Sto
 
 @contextmanager
 def model_of(source: str | Path, n_bytes: int, n_tensors: int) -> Iterator[None]:
-    """Bound the model that is built in this context by the size of the checkpoint that describes it.
+    """Bound the model that is built in this context by the size of `source`, the checkpoint that describes it.
 
     A tensor may have 4 times the bytes of the file, or 1 GiB if that is more; all tensors together 32 times and 4 GiB;
     and there may be 100 operations for each tensor of the file and 10,000 more. Real models are far below.
-
-    Args:
-        source: The checkpoint, for messages.
-        n_bytes: Its size.
-        n_tensors: How many tensors it has.
 
     Raises:
         ValueError: If the model is larger.

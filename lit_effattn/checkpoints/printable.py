@@ -27,6 +27,12 @@ def printable(text: str, *, one_line: bool = False) -> str:
     return text.replace("\n", "\\n").replace("\t", "\\t") if one_line else text
 
 
+def cut(value: object) -> str:
+    """Return `repr(value)`, cut to 78 characters, for a message."""
+    text = repr(value)
+    return text if len(text) < 80 else f"{text[:77]}…"
+
+
 def table_cell(text: str) -> str:
     """Return text for a cell of a CSV file, which a spreadsheet does not take for a formula.
 

@@ -143,10 +143,7 @@ def _check_number(saved: Any, objects: Any, where: str) -> None:
 def check_counters(saved: Any, new: Any, where: str = "") -> None:
     """Check that a saved tree has the counters of a new one, integers from 0: Lightning ignores missing ones.
 
-    Args:
-        saved: The part of the checkpoint.
-        new: A mapping of counters and mappings of them, or a counter. Other values are ignored.
-        where: The name of the part, for messages.
+    `new` is a mapping of counters and mappings of them, or a counter. Other values in it are ignored.
 
     Raises:
         ValueError: If a counter is missing, is negative or is not an integer. The message names it.
@@ -165,11 +162,6 @@ def check_counters(saved: Any, new: Any, where: str = "") -> None:
 def check_schedule(saved: Any, schedule: Any, where: str) -> None:
     """Check that the state of a schedule has the public entries of a new one, and counts from 0.
 
-    Args:
-        saved: The state in the checkpoint.
-        schedule: A new schedule, which is to load it.
-        where: The name of the state, for messages.
-
     Raises:
         ValueError: If an entry is missing, or the number of epochs is below 0.
     """
@@ -184,22 +176,18 @@ def check_schedule(saved: Any, schedule: Any, where: str) -> None:
 def check_optimizer(saved: Any, optimizer: Optimizer, where: str, *, n_steps: int = 0) -> None:
     """Compare the sizes in the state of an optimiser with those of a new one, which torch does not do.
 
-    Args:
-        saved: The state in the checkpoint.
-        optimizer: A new optimiser, which is to load it.
-        where: The name of the state, for messages.
-        n_steps: Number of steps after which the state was saved, none of them skipped. From 1 on, it has entries.
+    A state that was saved after `n_steps` steps, 1 or more and none of them skipped, has entries.
 
     Raises:
         ValueError: If a size differs. The message names the part, its value and the expected one.
     """
     groups = optimizer.param_groups
-    sizes, expected = [len(group["params"]) for group in saved["param_groups"]], [len(g["params"]) for g in groups]
+    sizes, expected = (" + ".join(str(len(g["params"])) for g in of_one) for of_one in (saved["param_groups"], groups))
     if sizes != expected:
         raise ValueError(
-            f"{where}.param_groups have {_listed(sizes)} parameters, and those of this run {_listed(expected)}: "
-            "another optimizer or decay_biases_and_gains made them; start a new run from its weights with "
-            "--init_weights in place of --ckpt_path"
+            f"{where}.param_groups have {sizes} parameters, and those of this run {expected}: another optimizer or "
+            "decay_biases_and_gains made them; start a new run from its weights with --init_weights in place of "
+            "--ckpt_path"
         )
     known = type(optimizer).__module__.startswith(("torch.optim", "lit_effattn."))  # a user's own may have no state
     has_state = known and not (isinstance(optimizer, SGD) and not any(group["momentum"] for group in groups))
@@ -215,7 +203,3 @@ def check_optimizer(saved: Any, optimizer: Optimizer, where: str, *, n_steps: in
                     raise wrong(at, value, f"a tensor for a parameter of shape {tuple(parameter.shape)}")
                 if known and name == "step" and not value >= 0:
                     raise ValueError(f"{at} is {float(value):g}, not a count")
-
-
-def _listed(sizes: list[int]) -> str:
-    return " + ".join(map(str, sizes))

@@ -98,10 +98,7 @@ def small_text(path: Path) -> str:
 def new_folder(parent: Path, name: str, number: int = 0) -> Path:
     """Create `parent/name`, or `name_1`, `name_2`, … if that exists. Two processes never get the same folder.
 
-    Args:
-        parent: The folder that it is in.
-        name: Its name.
-        number: The first number to try.
+    `number` is the first to try; 0: the name alone.
     """
     for attempt in count(number):
         folder = parent / (f"{name}_{attempt}" if attempt else name)
@@ -188,12 +185,7 @@ def find_checkpoint(name: str, root: Path, *, option: str = "--ckpt_path") -> Pa
 
     `last` and `best` are those of the newest run under `root`; if it has none, of the newest run in the same folder
     that has one. Runs of another configuration, which are in another folder, are not used. `last` is `previous.ckpt` in
-    a run without `last.ckpt`. The path of a run's folder means its `last`.
-
-    Args:
-        name: The name.
-        root: The folder of the runs.
-        option: The option that gave the name, for messages.
+    a run without `last.ckpt`. The path of a run's folder means its `last`. Messages name the `option`.
 
     Raises:
         FileNotFoundError: If there is none. The message names the folder that was searched, or the shipped models.

@@ -46,13 +46,7 @@ def differences(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[tuple[str, s
 
 
 def wrong(where: str, value: Any, expected: str) -> ValueError:
-    """Return the error for a part that is not of the expected kind.
-
-    Args:
-        where: The name of the part.
-        value: Its value.
-        expected: Describes the expected value.
-    """
+    """Return the error for a part that is not of the expected kind."""
     return ValueError(f"{where} is {kind(value)}, not {expected}")
 
 

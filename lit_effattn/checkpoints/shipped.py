@@ -30,10 +30,6 @@ def is_model(name: str | Path) -> bool:
 def model_path(name: str | Path, option: str = "--ckpt_path") -> Path:
     """Return the file that a checkpoint's name means: the shipped model's of `model:NAME`, else the path `name`.
 
-    Args:
-        name: The name.
-        option: The option that gave the name, for messages.
-
     Raises:
         FileNotFoundError: If there is no shipped model of that name. The message names those that there are.
     """

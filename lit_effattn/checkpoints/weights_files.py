@@ -83,11 +83,7 @@ def _as_json(value: Any) -> dict[str, Any]:
 
 
 def _from_json(value: Any) -> Any:
-    """Undo `_as_json` in a tree.
-
-    Raises:
-        ValueError: If the content is not that of a tensor.
-    """
+    """Undo `_as_json` in a tree."""
     if isinstance(value, list):
         return [_from_json(item) for item in value]
     if not isinstance(value, dict):

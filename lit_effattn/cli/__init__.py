@@ -76,8 +76,6 @@ TOOLS = {
     "export": "lit_effattn.cli.export",
 }
 """Commands with parsers of their own, and the modules that define them."""
-PREDICT_STREAM = "lit_effattn.cli.stream"
-"""The module that defines `predict --stream`."""
 CHECK = "check"
 LISTS = {
     "configs": ("lit_effattn.settings.shipped", "configs"),
@@ -158,8 +156,8 @@ def _main(args: list[str] | None) -> None:
 
     function: Callable[[list[str]], None] = run
     rest = args
-    if _is_stream(args):
-        function, rest = import_module(PREDICT_STREAM).stream, args[1:]
+    if args[0] == "predict" and any(arg.partition("=")[0] == "--stream" for arg in args):
+        function, rest = import_module("lit_effattn.cli.stream").stream, args[1:]
     elif args[0] in TOOLS:
         function, rest = getattr(import_module(TOOLS[args[0]]), args[0]), args[1:]
     if os.environ.get(DEBUG):
@@ -186,10 +184,6 @@ def _main(args: list[str] | None) -> None:
     # Errors of our checks and of libraries: the message names the cause, a traceback would not help.
     except (OSError, ValueError, FloatingPointError, ModuleNotFoundError, MisconfigurationException) as error:
         fail(_message(error))
-
-
-def _is_stream(args: list[str]) -> bool:
-    return args[0] == "predict" and any(arg.partition("=")[0] == "--stream" for arg in args)
 
 
 def _list(command: str, names: list[str]) -> None:

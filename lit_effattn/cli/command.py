@@ -8,7 +8,7 @@ import re
 import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
-from functools import cached_property
+from functools import cached_property, partialmethod
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +42,7 @@ from lit_effattn.checkpoints.averaging import average_parameters
 from lit_effattn.checkpoints.io import AtomicCheckpointIO, read_checkpoint, saved_model, without_folders
 from lit_effattn.checkpoints.loading import OtherModelError, allowed_in, build_model
 from lit_effattn.checkpoints.plain_yaml import OutOfBoundsError, SafeLoader
-from lit_effattn.checkpoints.printable import printable
+from lit_effattn.checkpoints.printable import cut, printable
 from lit_effattn.checkpoints.run_lock import RunLock
 from lit_effattn.checkpoints.runs import discard, discard_if_empty, find_checkpoint, new_folder, short
 from lit_effattn.checkpoints.trust import find
@@ -170,7 +170,6 @@ class CLI(LightningCLI):
                 model_class=Task,
                 datamodule_class=pl.LightningDataModule if self.resolved.uses_data else None,
                 trainer_class=Trainer,
-                trainer_defaults=TRAINER,
                 seed_everything_default=0,
                 parser_class=Parser,
                 subclass_mode_model=True,
@@ -277,11 +276,7 @@ class CLI(LightningCLI):
         self.trainer = self.instantiate_trainer()
 
     def _model_of_file(self) -> Task:
-        """Build the model that the checkpoint alone describes.
-
-        Raises:
-            ValueError: If the data have other sizes or vocabularies than the model.
-        """
+        """Build the model that the checkpoint alone describes."""
         path, content = self.resolved.checkpoint, self._content
         assert path is not None
         assert content is not None
@@ -291,22 +286,28 @@ class CLI(LightningCLI):
             given = _without_tuples(getattr(self.datamodule, name, None))
             if name in saved and given is not None and given != _without_tuples(saved[name]):
                 raise ValueError(
-                    f"{short(path)} was trained on other data: its {name} is {_cut(saved[name])}, and that of these "
-                    f"data {_cut(given)}"
+                    f"{short(path)} was trained on other data: its {name} is {cut(saved[name])}, and that of these "
+                    f"data {cut(given)}"
                 )
         return model
 
     def before_instantiate_classes(self) -> None:
-        """Complete the settings; reject those that resuming would ignore."""
+        """Complete the settings; reject those that the data or resuming would override."""
         config = self.config[self.subcommand]
         if not self.resolved.uses_data:
             config.data = None
-        if self.resolved.data_fixes:
-            self._check_fixed()
+        for name in fixed_by_data() if self.resolved.data_fixes else ():
+            if self.arguments.flags.given(f"model.{name}"):
+                raise ValueError(f"--model.{name} can't be given: the model takes it from the data")
         for name in ("callbacks", "logger", "plugins"):  # those that a flag appends again are in a resumed run's list
             if isinstance(given := config.trainer.get(name), list):
                 config.trainer[name] = [item for i, item in enumerate(given) if item not in given[:i]]
-        self._derive(config)
+        if not self.resolved.describes:
+            leave_out(config, self.arguments)
+            set_windows(config, self.arguments)
+            if config.get("data"):
+                resumes = self.resolved.run is not None
+                set_strides(config, self.arguments, lambda: self._data_of(config), resumes=resumes)
         self._read_checkpoints_safely(config.trainer.get("strategy"))
         self._find_weights(config)
         self.parser.add_instantiator(self._builder, object)
@@ -348,15 +349,6 @@ class CLI(LightningCLI):
             if config[name] is not None:
                 config[name] = short(find_checkpoint(config[name], stated_root(self.arguments), option=f"--{name}"))
 
-    def _derive(self, config: Namespace) -> None:
-        """Set the options of attention that follow from the run and its data; leave out those of a replaced one."""
-        if self.resolved.describes:
-            return
-        leave_out(config, self.arguments)
-        set_windows(config, self.arguments)
-        if config.get("data"):
-            set_strides(config, self.arguments, lambda: self._data_of(config), resumes=self.resolved.run is not None)
-
     def _data_of(self, config: Namespace) -> pl.LightningDataModule:
         """Build the data module, once."""
         self._data = self._data or build_data(config.data.clone())
@@ -369,12 +361,6 @@ class CLI(LightningCLI):
         strategy.class_path = f"{ShardedStrategy.__module__}.{ShardedStrategy.__name__}"
         if not self.arguments.stated.given("trainer.strategy.save_distributed_checkpoint"):
             strategy.init_args.save_distributed_checkpoint = False
-
-    def _check_fixed(self) -> None:
-        """Reject flags of the model that the data would override."""
-        for name in fixed_by_data():
-            if self.arguments.flags.given(f"model.{name}"):
-                raise ValueError(f"--model.{name} can't be given: the model takes it from the data")
 
     @cached_property
     def settings(self) -> dict[str, Any]:
@@ -412,8 +398,7 @@ class CLI(LightningCLI):
             kwargs["devices"] = 1  # else all GPUs of the machine, and these commands run on one process
         kwargs["plugins"] = [*as_list(config.plugins), AtomicCheckpointIO(self._reader())]
         kwargs["logger"] = False if quiet else loggers(config.logger, folder)
-        trainer_callbacks = as_list(config.callbacks)
-        kwargs["callbacks"] = [*trainer_callbacks, *self._standard_callbacks(config, quiet, kwargs)]
+        kwargs["callbacks"] = [*as_list(config.callbacks), *self._standard_callbacks(config, quiet, kwargs)]
         if any(isinstance(callback, callbacks.ParameterSummary) for callback in kwargs["callbacks"]):
             kwargs["enable_model_summary"] = False  # else Lightning logs a remark
         try:
@@ -424,6 +409,10 @@ class CLI(LightningCLI):
             raise ValueError(
                 f"--trainer.strategy starts processes by {launcher._start_method}, which do not run this command: give "
                 "ddp, whose processes do"
+            )
+        if self.subcommand in ("predict", "generate") and trainer.world_size > 1:
+            raise ValueError(
+                f"{self.subcommand} runs on one process, not {trainer.world_size}: give --trainer.devices 1"
             )
         leave_signals_alone(trainer)
         return trainer
@@ -541,15 +530,8 @@ class CLI(LightningCLI):
         """Score the test data, without Lightning's table of results."""
         self.trainer.test(**self._with_checkpoint(kwargs), verbose=False)
 
-    def after_test(self) -> None:
-        """Print the metrics, one line each."""
-        self._print_metrics("test")
-
-    def after_validate(self) -> None:
-        """Print the metrics, one line each."""
-        self._print_metrics("val")
-
     def _print_metrics(self, stage: str) -> None:
+        """Print the metrics, one line each."""
         for name, value in self.trainer.callback_metrics.items():
             if name == f"{stage}/per":
                 rank_zero_only(print)(f"{stage} PER: {100 * value:.2f} %")
@@ -557,10 +539,10 @@ class CLI(LightningCLI):
                 shown = name.replace("/", " ").replace("bits_per_", "bits/")
                 rank_zero_only(print)(f"{shown}: {value:.4f}" if value.is_floating_point() else f"{shown}: {value:,}")
 
+    after_test, after_validate = partialmethod(_print_metrics, "test"), partialmethod(_print_metrics, "val")
+
     def predict(self, **kwargs: Any) -> None:
         """Run prediction and let the task write the results."""
-        if self.trainer.world_size > 1:
-            raise ValueError(f"predict runs on one process, not {self.trainer.world_size}: give --trainer.devices 1")
         with few_threads(self.model) if self.model.predicts_by_steps else nullcontext():
             predictions: Any = self.trainer.predict(**{**self._with_checkpoint(kwargs), "return_predictions": True})
         folder = new_folder(Path(self.trainer.default_root_dir), "predictions")
@@ -568,8 +550,6 @@ class CLI(LightningCLI):
 
     def generate(self, **kwargs: Any) -> None:
         """Draw samples and print their paths."""
-        if self.trainer.world_size > 1:
-            raise ValueError(f"generate runs on one process, not {self.trainer.world_size}: give --trainer.devices 1")
         assert isinstance(self.trainer, Trainer)
         options = {name: self.config_init[self.subcommand][name] for name in flags()}
         with few_threads(self.model):
@@ -579,8 +559,3 @@ class CLI(LightningCLI):
 def _without_tuples(value: Any) -> Any:
     """Return a value with lists in place of tuples, as a checkpoint holds it."""
     return [_without_tuples(item) for item in value] if isinstance(value, (list, tuple)) else value
-
-
-def _cut(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) < 80 else f"{text[:77]}…"

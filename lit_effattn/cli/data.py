@@ -29,33 +29,23 @@ _SHOWN = 300  # characters of a text
 
 
 def show_data(arguments: Arguments, parser: Parser) -> None:
-    """Print a description of the data of a configuration.
-
-    Args:
-        arguments: `--config NAME_OR_FILE`, `--trust NAME` and flags `--data…`, as for `fit`. Other sections of files
-            are ignored.
-        parser: An empty parser.
+    """Print a description of the data of a configuration. Other sections of files are ignored.
 
     Raises:
         UsageError: If a setting is invalid.
         ValueError: If no data are named, or they are invalid.
         FileNotFoundError: If they are missing.
     """
-    add_options(parser)
-    config = parser.parse(arguments.for_parser(root=None)[1:], arguments)
-    if not config.get("data"):
-        raise ValueError("no data are named: give --config NAME_OR_FILE, or --data CLASS")
-    for line in describe(build_data(config.data), None if config.output is None else Path(config.output)):
-        print(printable(line))
-
-
-def add_options(parser: Parser) -> None:
-    """Add the options of `lit-effattn data`."""
     parser.add_argument("--config", action=ActionConfigFile)
     parser.add_subclass_arguments(LightningDataModule, "data")
     parser.add_argument("--output", type=str | None, default=None, help="Folder for the pictures. Default: a new one.")
     parser.add_argument("--trust", type=list[str] | None, default=None, metavar="NAME", help=TRUST)
     parser.ignore(["name", "ckpt_path", *sorted(SECTIONS - {"data"})])
+    config = parser.parse(arguments.for_parser(root=None)[1:], arguments)
+    if not config.get("data"):
+        raise ValueError("no data are named: give --config NAME_OR_FILE, or --data CLASS")
+    for line in describe(build_data(config.data), None if config.output is None else Path(config.output)):
+        print(printable(line))
 
 
 def describe(data: LightningDataModule, output: Path | None) -> Iterator[str]:

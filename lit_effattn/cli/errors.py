@@ -50,10 +50,7 @@ _MOST = 16  # names of classes that a message lists
 def fault(arguments: Arguments, known: Collection[str], run: Mapping[str, Any] | None = None) -> str | None:
     """Return the message for the first wrong setting, else for the first missing one; None if none is found.
 
-    Args:
-        arguments: The command with its flags and files.
-        known: The names of the parser's options.
-        run: The settings of the run, which they override.
+    `known` are the names of the parser's options; `run` are the settings that `arguments` override.
     """
     known = {*known, "config", "print_config", "help"}
     roots = {name.partition(".")[0] for name in known}

@@ -58,9 +58,6 @@ def _parser() -> argparse.ArgumentParser:
 def export(args: list[str]) -> None:
     """Export a checkpoint.
 
-    Args:
-        args: The arguments of the command.
-
     Raises:
         FileNotFoundError: If there is no such checkpoint.
         FileExistsError: If the file exists, and --overwrite is not given.

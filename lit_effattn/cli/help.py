@@ -34,10 +34,8 @@ _MORE = "Lightning's trainer has more options, such as --trainer.max_epochs: lit
 def arranged(text: str, command: str, *, all_options: bool) -> str:
     """Return the help of a command with its groups of options in the order of `_TITLES`.
 
-    Args:
-        text: The help as argparse formats it: usage, description, and groups with blank lines between.
-        command: The command.
-        all_options: Whether the options of Lightning's trainer are shown.
+    Without `all_options`, those of Lightning's trainer are not shown. argparse formats `text` as usage, description and
+    groups, with blank lines between.
     """
     usage, about, *groups = re.split(r"\n\n(?=\S)", text.rstrip())
     by_root = {_root(group): group for group in groups}

@@ -21,11 +21,7 @@ class UsageError(Exception):
 class Parser(LightningArgumentParser):
     """A parser that raises `UsageError` instead of exiting, without abbreviations of options.
 
-    Args:
-        args: As for `LightningArgumentParser`.
-        command: The command whose parser this is; None for other parsers.
-        all_options: Whether its help shows all options.
-        kwargs: As for `LightningArgumentParser`.
+    The help of a `command` is `arranged`, with `all_options` or without those of Lightning's trainer.
     """
 
     def __init__(self, *args: Any, command: str | None = None, all_options: bool = False, **kwargs: Any) -> None:
@@ -40,12 +36,7 @@ class Parser(LightningArgumentParser):
             self.add_argument(f"--{name}", type=Any, help=argparse.SUPPRESS)
 
     def parse(self, args: list[str], arguments: Arguments, run: Mapping[str, Any] | None = None) -> Any:
-        """Parse arguments.
-
-        Args:
-            args: The arguments.
-            arguments: The user's words, for messages.
-            run: The settings of the run, which they override, for messages.
+        """Parse `args`, which jsonargparse gets for the user's `arguments` and the settings of a `run`.
 
         Raises:
             UsageError: If a setting is invalid. The message names it.

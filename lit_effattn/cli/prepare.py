@@ -49,9 +49,6 @@ def _parser() -> argparse.ArgumentParser:
 def prepare(args: list[str]) -> None:
     """Tokenize a text, or continue after an interruption.
 
-    Args:
-        args: The arguments of the command.
-
     Raises:
         FileNotFoundError: If there is no input.
         ValueError: If the folder has other settings or another input, or an argument is invalid.

@@ -90,9 +90,6 @@ def _parser() -> argparse.ArgumentParser:
 def stream(args: list[str]) -> None:
     """Print the phones of a stream of sound as they are recognised.
 
-    Args:
-        args: The arguments of the command.
-
     Raises:
         FileNotFoundError: If there is no such checkpoint.
         ValueError: If the model is not a causal recogniser, its features look ahead, or the sound or the state can't

@@ -188,11 +188,7 @@ def export(
 
 
 def _state_length(model: _Streamed, max_len: int | None) -> int | None:
-    """Return the number of positions for which the state is allocated; None if the state has a fixed size.
-
-    Raises:
-        ValueError: If the state grows without bound and `max_len` is not given, or `max_len` is out of range.
-    """
+    """Return the number of positions for which the state is allocated; None if the state has a fixed size."""
     bound = model.backbone.bounded_by
     if bound is None:
         if max_len is not None:
@@ -436,11 +432,7 @@ def _program(step: Step, *, prompts: bool = False) -> torch.export.ExportedProgr
 
 @contextmanager
 def _conversion(step: Step, format: str) -> Iterator[None]:
-    """Suppress the converters' warnings, which users can't act upon, and turn their errors into a ValueError.
-
-    Raises:
-        ValueError: If the format can't express the step, with the kinds of its modules.
-    """
+    """Suppress the converters' warnings, which users can't act upon, and turn their errors into a ValueError."""
     try:
         with quiet():
             yield
@@ -473,9 +465,6 @@ def _checked(run: _Run, step: Step, n: int, *, prompts: bool = False) -> Exporte
     """Compare a file with the model on `n` random inputs in turn, each of the two with its own state.
 
     With `prompts` all inputs but the last are also read in one call, and the last in another.
-
-    Raises:
-        ValueError: If they differ, or a log-probability is not finite.
     """
     if not n:
         return Exported(Path())

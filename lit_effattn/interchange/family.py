@@ -147,11 +147,7 @@ class Family(ABC):
 
     @abstractmethod
     def build(self, content: Mapping[str, Any], tokenizer: str | None) -> LanguageModel:
-        """Build the model that a config.json describes, untrained.
-
-        Args:
-            content: The content of config.json.
-            tokenizer: The model's tokenizer, as JSON.
+        """Build the model that the content of a config.json describes, untrained, with a tokenizer in JSON.
 
         Raises:
             ValueError: If a setting is not supported.

@@ -179,12 +179,7 @@ class SpeechStep(Step):
 
 
 class _FilterbankLayer(nn.Module):
-    """Computes `Filterbanks` by products of matrices: samples (B, S) -> (B, n, F), S = (n − 1) · hop + frame.
-
-    Args:
-        filterbanks: Computes the same.
-        n_frames: n.
-    """
+    """Computes `Filterbanks` by products of matrices: samples (B, S) -> (B, n, F), S = (n − 1) · hop + frame."""
 
     samples: Tensor
     transform: Tensor

@@ -26,11 +26,7 @@ _CODE = "auto_map"
 def read_tokenizer(folder: Path, content: Mapping[str, Any]) -> Tokenizer:
     """Return the tokenizer of a folder, with the files that name special tokens, for `write_tokenizer`.
 
-    Without tokenizer.json, texts are token numbers, and a warning is issued.
-
-    Args:
-        folder: The folder.
-        content: The content of its config.json.
+    Without tokenizer.json, texts are token numbers, and a warning is issued. `content` is that of config.json.
 
     Raises:
         ValueError: If a file is damaged, or the token at the start of a text is not given.

@@ -21,12 +21,7 @@ _METADATA = {"format": "pt"}
 
 
 def read_json(folder: Path, name: str, remedy: str) -> dict[str, Any]:
-    """Read a JSON object.
-
-    Args:
-        folder: The folder.
-        name: The file.
-        remedy: The end of the error message if the file is missing.
+    """Read a JSON object. If the file is missing, the message ends with `remedy`.
 
     Raises:
         ValueError: If the file is missing, or holds something else.

@@ -164,12 +164,7 @@ class Option(NamedTuple):
 
 
 class File(Settings):
-    """The settings in a YAML file.
-
-    Args:
-        path: The file.
-        content: What it holds.
-    """
+    """The settings in a YAML file."""
 
     def __init__(self, path: str, content: dict[str, Any]) -> None:
         self.path, self.folder = path, Path(path).parent
@@ -224,7 +219,7 @@ class Arguments:
                 raise ValueError(f"--{option.key.rstrip('+')} has no value: expected one argument")
         self._pairs = [(o.key, _value(o)) for o in self.options if o.key and o.key != "config"]
         self.flags = Settings(self._pairs)
-        given = [option for option in self.options if self.command == "predict" and _is_input(option)]
+        given = [o for o in self.options if self.command == "predict" and not (o.key or o.args[0].startswith("-"))]
         self.inputs = [option.args[0] for option in given]
         self.remaining = [
             arg for option in self.options if option.key not in own and option not in given for arg in option.args
@@ -291,11 +286,7 @@ _OWN = {"fit": _OWN_OF_RUNS[:-1], "data": _OWN_OF_RUNS[:3]}
 
 
 def _options(args: Sequence[str]) -> Iterator[Option]:
-    """Yield the flags of a command line, each with its value, and the arguments between them.
-
-    Raises:
-        ValueError: If `-c` and a file are one argument.
-    """
+    """Yield the flags of a command line, each with its value, and the arguments between them."""
     i = 0
     while i < len(args):
         flag, n = _FLAG.fullmatch(args[i]), 1
@@ -311,17 +302,8 @@ def _options(args: Sequence[str]) -> Iterator[Option]:
         i += n
 
 
-def _is_input(option: Option) -> bool:
-    """Return whether an argument is neither a flag nor one that is not understood."""
-    return not option.key and not option.args[0].startswith("-")
-
-
 def _value(option: Option) -> Any:
-    """Return a flag's value: a list or a mapping, None for null, else the text.
-
-    Raises:
-        ValueError: If it is out of bounds.
-    """
+    """Return a flag's value: a list or a mapping, None for null, else the text."""
     if option.key in _TEXTS:
         return option.text
     try:

@@ -27,12 +27,8 @@ _OF_EVALUATION = ("eval_mem_len", "eval_clamp_len", "eval_same_length")
 def set_windows(config: Namespace, arguments: Arguments) -> None:
     """Set each `window` that is null to memory length + segment length, if the run carries a memory of known length.
 
-    A run of Transformer-XL states the length of its memory. If a flag replaces its attention with one that has a
-    `window`, the window is the context of the last position of a segment: the memory and the segment.
-
-    Args:
-        config: The parsed settings of a run, which are changed.
-        arguments: Its flags and files; a file may state `mem_len`.
+    The file of a Transformer-XL states `mem_len`, the length of its memory. If a flag replaces its attention with one
+    that has a `window`, the window is the context of the last position of a segment: the memory and the segment.
     """
     lengths = [length for file in arguments.files for length in file.values(f"{_ATTENTION}.mem_len")]
     mem_len = next((length for length in reversed(lengths) if type(length) is int), None)
@@ -51,13 +47,7 @@ def set_windows(config: Namespace, arguments: Arguments) -> None:
 def set_strides(config: Namespace, arguments: Arguments, data: Callable[[], Any], *, resumes: bool) -> None:
     """Set each `stride` to a row of the images, or to √N for sequences of a known length N.
 
-    A stride from the user or from a checkpoint is kept.
-
-    Args:
-        config: The parsed settings of a run, which are changed.
-        arguments: Its flags and files.
-        data: Builds the data module.
-        resumes: Whether the attention is a checkpoint's, unless the user names another one.
+    A stride from the user is kept, and with `resumes` that of a checkpoint, unless the user names another attention.
     """
     kinds = [kind for kind in _attentions(config) if _is_a(kind, SparseAttention)]
     named = {kind.class_path.rpartition(".")[2] for kind in kinds}
@@ -81,11 +71,8 @@ def set_strides(config: Namespace, arguments: Arguments, data: Callable[[], Any]
 def leave_out(config: Namespace, arguments: Arguments) -> None:
     """Leave out the options of the evaluation memory that files state for another attention than the run's.
 
-    Options from flags are kept, so that a mistake in them is an error.
-
-    Args:
-        config: The parsed settings of a run, which are changed.
-        arguments: Its flags and files. The options in a file are for its attention, or else that of the files before.
+    The options in a file are for its attention, or else that of the files before. Options from flags are kept, so that
+    a mistake in them is an error.
     """
     kinds: list[str] = []
     stated_for: dict[str, list[str]] = {}

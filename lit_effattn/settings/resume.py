@@ -147,11 +147,7 @@ def resolve(arguments: Arguments) -> Resolved:
 
 
 def _of_command(config: dict[str, Any], checkpoint: Path, arguments: Arguments, *, uses_data: bool) -> dict[str, Any]:
-    """Return the settings that a command takes from the configuration of a run.
-
-    Raises:
-        ValueError: If `--transfer_from` is given and the run is not an attention transfer.
-    """
+    """Return the settings that a command takes from the configuration of a run."""
     fits = arguments.command == "fit"
     taken = {part: config[part] for part in _OF_A_RUN[fits] if config.get(part) is not None}
     if not uses_data:
@@ -182,11 +178,7 @@ def _scores(callback: Any) -> bool:
 
 
 def _check_lone(arguments: Arguments, checkpoint: Path, file: Path | None, *, uses_data: bool) -> None:
-    """Check that files and flags have what a command needs beside a checkpoint that is not of a run of the user's.
-
-    Raises:
-        ValueError: If the model or the data of the command are missing. The message names the remedy.
-    """
+    """Check that files and flags have what a command needs beside a checkpoint that is not of a run of the user's."""
     if file is None:
         why = f"{short(checkpoint)} is outside of your runs, and of such a file only the model is used"
         remedy = "give --config with {}, or --ckpt_path within a run of yours"
@@ -206,11 +198,7 @@ def _check_lone(arguments: Arguments, checkpoint: Path, file: Path | None, *, us
 
 
 def _takes_inputs(arguments: Arguments, config: dict[str, Any]) -> str:
-    """Return the option of the data that takes the inputs of `predict`.
-
-    Raises:
-        ValueError: If the data take none.
-    """
+    """Return the option of the data that takes the inputs of `predict`."""
     named = arguments.stated.classes("data") or [str(section(config, "data").get("class_path")).rpartition(".")[2]]
     kinds = {kind.__name__: kind for kind in subclasses(pl.LightningDataModule)}
     option: str | None = getattr(kinds.get(named[-1]), "takes_inputs", None)

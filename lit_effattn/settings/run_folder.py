@@ -121,12 +121,7 @@ class Configuration(pl.Callback):
         loggers: The loggers that get the settings when the run begins.
     """
 
-    def __init__(
-        self,
-        settings: dict[str, Any],
-        args: list[str],
-        loggers: Sequence[Logger] = (),
-    ) -> None:
+    def __init__(self, settings: dict[str, Any], args: list[str], loggers: Sequence[Logger]) -> None:
         self.settings = settings
         self.args = args
         self.loggers = loggers

@@ -47,7 +47,7 @@ class RunRecord:
         seconds_per_step: The median over the logged intervals.
         peak_memory: Bytes, by the kind of memory.
         parameters: Number of the model's parameters.
-        state_bytes: Bytes of the backbone's state for one sequence of `state_length` positions.
+        state_bytes: Bytes of the backbone's state for one sequence of `state_length` positions, as it is carried.
         state_length: The number of positions; None if the state has a fixed size.
         monitor: The task's validation metric; lower is better.
         remark: Why something is missing.
@@ -228,6 +228,7 @@ def _sizes(model: Task, length: int) -> dict[str, Any]:
     sizes: dict[str, Any] = {"parameters": parameters, "monitor": getattr(model, "monitor", None)}
     backbone: Any = getattr(model, "backbone", None)
     if getattr(backbone, "causal", False) and hasattr(backbone, "initial_state"):
-        sizes["state_bytes"] = sequence.nbytes(backbone.initial_state(1, max_len=length))
-        sizes["state_length"] = None if backbone.bounded_by is None else length
+        positions = None if backbone.bounded_by is None else length
+        sizes["state_bytes"] = sequence.nbytes(backbone.initial_state(1, max_len=positions))
+        sizes["state_length"] = positions
     return sizes

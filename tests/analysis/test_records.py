@@ -122,6 +122,8 @@ def test_bytes_of_states():
     assert lstm["state_length"] is None
     assert lstm["state_bytes"] >= 2 * 2 * 8 * 4
     assert lstm["monitor"] == "val/perplexity"
+    window = LanguageModel(Transformer(8, 2, 1, attention=partial(SoftmaxAttention, window=20)), 5)
+    assert _sizes(window, 10) == _sizes(window, 30)
     both_ways = MaskedLanguageModel(Transformer(8, 2, 1, attention=SoftmaxAttention, causal=False), 5)
     assert "state_bytes" not in _sizes(both_ways, 10)
     assert _data_length({"data.length": None, "data.max_len": 7}) == 7

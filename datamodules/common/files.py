@@ -141,6 +141,13 @@ def walk_splits(
     return splits, faults
 
 
+def not_empty(splits: dict[str, list[Path]], faults: Faults) -> dict[str, list[Path]]:
+    """Return the files of each split that are not empty, and add the others to `faults`."""
+    for path in (path for paths in splits.values() for path in paths if not path.stat().st_size):
+        faults.add(Fault("empty", shown(path)))
+    return {split: [path for path in paths if path.stat().st_size] for split, paths in splits.items()}
+
+
 def _matches(names: tuple[str, ...], patterns: tuple[str, ...]) -> bool:
     """Return whether a path matches a pattern of `pathlib`, in which `**` matches any number of folders."""
     if not (names and patterns):

@@ -47,8 +47,10 @@ class Record(NamedTuple):
             if not isinstance(value, str):
                 message = f"{self.where}: {column!r} must be a text, but is {str(value)[:40]!r}"
                 return Fault("without two texts" if len(columns) == 2 else "without a text", message)
-            if fault := fault_of(self.where, value):
-                return fault
+            try:
+                value.encode()
+            except UnicodeEncodeError as error:  # JSON can hold half of a surrogate pair
+                return Fault("not UTF-8", f"{self.where}: is not UTF-8 ({error.reason} at {error.start})")
             texts.append(value)
         if empty := [column for column, text in zip(columns, texts, strict=True) if not text.strip()]:
             return Fault("empty", f"{self.where}: has no {' and no '.join(empty)}")
@@ -67,15 +69,6 @@ def _written(value: Any) -> Any:
     if isinstance(value, float) and value.is_integer():  # pandas writes 1.0 in a column with gaps
         value = int(value)
     return json.dumps(value) if isinstance(value, int) else value
-
-
-def fault_of(where: str, text: str) -> Fault | None:
-    """Return the fault of a text that is not UTF-8: JSON can hold half of a surrogate pair."""
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        return Fault("not UTF-8", f"{where}: is not UTF-8 ({error.reason} at {error.start})")
-    return None
 
 
 def read_lines(path: Path) -> Iterator[tuple[str, str | Fault]]:
@@ -107,7 +100,10 @@ def read_records(path: Path, columns: tuple[str, ...]) -> Iterator[Record | Faul
     name = path.name.lower().removesuffix(".gz")
     if name.endswith(".jsonl"):
         return read_objects(path)
-    return _named(columns, *((_quoted(path), ",") if name.endswith(".csv") else (_tabbed(path), " TAB ")))
+    if name.endswith(".csv"):
+        return _named(columns, _quoted(path), ",")
+    rows = ((where, line if isinstance(line, Fault) else line.split("\t")) for where, line in read_lines(path))
+    return _named(columns, rows, " TAB ")
 
 
 def read_objects(path: Path) -> Iterator[Record | Fault]:
@@ -131,11 +127,6 @@ def of_rows(title: str, rows: Any) -> Iterator[Record]:
     }
     for i, row in enumerate(rows):
         yield Record(f"{title}[{i}]", row | {column: of_one[row[column]] for column, of_one in names.items()})
-
-
-def _tabbed(path: Path) -> Iterator[tuple[str, list[str] | Fault]]:
-    for where, line in read_lines(path):
-        yield where, line if isinstance(line, Fault) else line.split("\t")
 
 
 def _quoted(path: Path) -> Iterator[tuple[str, list[str] | Fault]]:

@@ -91,16 +91,14 @@ class PixelSequences(DataModule):
     ) -> None:
         super().__init__(num_workers, seed)
         self.save_hyperparameters(logger=False)
-        _check_options(
-            dataset,
-            flip=flip or None,
-            root=root,
-            image_size=image_size,
-            channels=channels,
-            download=download,
-            verify=verify,
-            max_pixels=max_pixels,
-        )
+        if not isinstance(dataset, str):
+            raise ValueError(
+                f"dataset must be a name, but is a {type(dataset).__name__}; choose one of {', '.join(_KINDS)}, or "
+                "give the trainer a loader of your own, whose batches are integer levels (B, N)"
+            )
+        options = {"root": root, "image_size": image_size, "channels": channels, "download": download, "verify": verify}
+        takes = {name: kind.options for name, kind in _KINDS.items()}
+        applicable("dataset", dataset, takes, **options, flip=flip or None, max_pixels=max_pixels)
         at_least(1, batch_size=batch_size, eval_batch_size=eval_batch_size, image_size=image_size)
         at_least(1, max_pixels=max_pixels)
         if max_pixels is not None and max_pixels > image_sources.PILLOW_PIXELS:
@@ -307,15 +305,6 @@ def _quantise(values: Tensor, native_levels: int, n_levels: int) -> Tensor:
     if n_levels == native_levels:
         return values
     return (values.int() * n_levels // native_levels).to(torch.uint8)
-
-
-def _check_options(dataset: str, **options: Any) -> None:
-    if not isinstance(dataset, str):
-        raise ValueError(
-            f"dataset must be a name, but is a {type(dataset).__name__}; choose one of {', '.join(_KINDS)}, or give "
-            "the trainer a loader of your own, whose batches are integer levels (B, N)"
-        )
-    applicable("dataset", dataset, {name: kind.options for name, kind in _KINDS.items()}, **options)
 
 
 def _folder_shape(root: str | None, image_size: int | None, channels: int | None) -> tuple[int, int, int]:

@@ -51,18 +51,13 @@ def _pairs(path: Path, stress: bool, split: str) -> Iterator[Pair | Fault]:
     published, seen = set(published_test_words()), set()
     for name, phones in lexicon_entries(path, stress=stress):
         word = name.lower()
+        own_split = "test" if word in published else "train" if bucket(word, VALIDATION) else "val"
         if not (word[0].isalnum() or word[0] == "'"):
             if split == "train":
                 yield Fault("name of a mark", f"{path}: {name} is not a word")
-        elif _split_of(word, published) == split and (word, phones) not in seen:  # without stress, some occur twice
+        elif own_split == split and (word, phones) not in seen:  # without stress, some occur twice
             seen.add((word, phones))
             yield Pair(word, " ".join(phones))
     if split == "test":
         missing = published - {word for word, _ in seen}
         yield from (Fault("not in the dictionary", word) for word in sorted(missing))
-
-
-def _split_of(word: str, published: set[str]) -> str:
-    if word in published:
-        return "test"
-    return "train" if bucket(word, VALIDATION) else "val"

@@ -136,9 +136,14 @@ class SequencePairs(LengthBatched):
         if max_len < min_len:
             raise ValueError(f"max_len={max_len} must be at least min_len={min_len}")
         self.corpus = corpus
-        source, target = _TOKENS[corpus]
-        self.vocabularies = Vocabularies(source_tokens or source, target_tokens or target, vocab_size, joint)
-        _check_vocabularies(self.vocabularies)
+        source, target = source_tokens or _TOKENS[corpus][0], target_tokens or _TOKENS[corpus][1]
+        check_vocabulary(vocab_size, source_tokens=source, target_tokens=target)
+        if joint and source != target:
+            raise ValueError(
+                f"joint=True needs the same tokens on both sides, but source_tokens={source!r} and "
+                f"target_tokens={target!r}; choose one kind"
+            )
+        self.vocabularies = Vocabularies(source, target, vocab_size, joint)
         self.max_len = max_len
         self.min_len = min_len
         self.merge_references = merge_references
@@ -363,14 +368,4 @@ def _check_options(corpus: str, **options: Any) -> None:
         raise ValueError(
             f"{named[0]}={options[named[0]]!r} does not apply to aligned files, with source_suffix and target_suffix; "
             "leave it out"
-        )
-
-
-def _check_vocabularies(vocabularies: Vocabularies) -> None:
-    source, target, size, joint = vocabularies
-    check_vocabulary(size, source_tokens=source, target_tokens=target)
-    if joint and source != target:
-        raise ValueError(
-            f"joint=True needs the same tokens on both sides, but source_tokens={source!r} and "
-            f"target_tokens={target!r}; choose one kind"
         )

@@ -395,6 +395,7 @@ class EspeakCorpus(SpeechCorpus):
             FileExistsError: If `root` has other files, or another corpus.
             ModuleNotFoundError: If espeak-ng is not installed. The message names the extra.
             ChildProcessError: If espeak-ng fails.
+            ValueError: If there are too few sentences for `minutes`.
         """
         make_corpus(self.root, self.minutes)
 

@@ -22,7 +22,6 @@ import numpy as np
 import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
-from lit_effattn.checks import positive
 from lit_effattn.datamodules.common.bars import progress_bar
 from lit_effattn.datamodules.common.files import regular
 from lit_effattn.datamodules.common.json_data import parse_json
@@ -237,14 +236,7 @@ def _resampled(audio: np.ndarray, sample_rate: int) -> np.ndarray:
 
 
 def make_corpus(root: Path, minutes: float) -> None:
-    """Make a corpus in a folder unless it exists: FLAC files, and a manifest for each split.
-
-    Raises:
-        FileExistsError: If the folder has other files.
-        ModuleNotFoundError: If espeak-ng is not installed.
-        ValueError: If there are too few sentences for this length.
-    """
-    positive(minutes=minutes)
+    """Make a corpus in a folder unless it exists: FLAC files, and a manifest for each split. See `EspeakCorpus`."""
     cached_folder(root, partial(_make, minutes=minutes), partial(_is_made, minutes=minutes))
 
 

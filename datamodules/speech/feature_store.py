@@ -96,10 +96,6 @@ class Features:
             return self.reader(self.utterances[i])
         return torch.from_numpy(np.array(self.stored[i]))
 
-    def changed(self, i: int, change: Callable[[Tensor, int], Tensor]) -> Tensor:
-        """Return the features of utterance `i` after `change` of its samples (n,), given the sampling rate in Hz."""
-        return self.reader(self.utterances[i], change)
-
 
 def read_features(utterances: Sequence[Utterance], reader: FeatureReader, *, num_workers: int = 0) -> Features:
     """Read every utterance once. The features are computed again on each access."""
@@ -107,13 +103,7 @@ def read_features(utterances: Sequence[Utterance], reader: FeatureReader, *, num
 
 
 def stored_features(
-    utterances: Sequence[Utterance],
-    reader: FeatureReader,
-    *,
-    name: str,
-    folder: Path,
-    keep: bool,
-    num_workers: int = 0,
+    utterances: Sequence[Utterance], reader: FeatureReader, *, name: str, folder: Path, keep: bool, num_workers: int = 0
 ) -> Features:
     """Read every utterance once, or load the results of an earlier run if no file and no setting has changed.
 

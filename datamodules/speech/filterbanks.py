@@ -56,15 +56,12 @@ class Filterbanks:
         self.hop_samples = int(sample_rate * hop_ms * 0.001)
         if self.hop_samples < 1:
             raise ValueError(f"hop_ms={hop_ms} is less than a sample of sample_rate={sample_rate}")
-        self._check_filters()
-
-    def _check_filters(self) -> None:
         weights = self.weights()
         if empty := int((weights.sum(0) == 0).sum()):
             raise ValueError(
-                f"n_mels={self.n_mels}: {empty} of the filters lie between two frequencies of an FFT of "
-                f"{2 * (len(weights) - 1)} samples at {self.sample_rate} Hz; use fewer, such as 40 or 80, or a longer "
-                f"frame_ms than {self.frame_ms:g}"
+                f"n_mels={n_mels}: {empty} of the filters lie between two frequencies of an FFT of "
+                f"{2 * (len(weights) - 1)} samples at {sample_rate} Hz; use fewer, such as 40 or 80, or a longer "
+                f"frame_ms than {frame_ms:g}"
             )
 
     def weights(self) -> Tensor:

@@ -210,27 +210,19 @@ class SpeechData(DataModule):
         )
 
     def _short(
-        self,
-        split: str,
-        utterances: list[Utterance],
-        n_frames: np.ndarray,
-        labels: "_Labels",
-        faults: dict[int, Fault],
+        self, split: str, utterances: list[Utterance], n_frames: np.ndarray, labels: "_Labels", faults: dict[int, Fault]
     ) -> dict[int, Fault]:
         """Return the utterances to leave out for too few frames. Validation and test keep them, with a warning."""
         if split == "train" and self.wave_augment is not None:
             n_frames = self._fewest_frames(n_frames, self.wave_augment)
-        short = labels.short(utterances, -(-n_frames // self._factor()))
+        factor = getattr(getattr(self.trainer, "lightning_module", None), "subsampling", 1)  # of the trainer's model
+        short = labels.short(utterances, -(-n_frames // factor))
         short = {i: fault for i, fault in short.items() if i not in faults}
         if split == "train":
             return short
         if short:
             _warn(f"{split}: {len(short)} of {len(utterances)} utterances have an error rate, but no loss", short)
         return {}
-
-    def _factor(self) -> int:
-        """Return the subsampling factor of the trainer's model; without one, 1."""
-        return getattr(getattr(self.trainer, "lightning_module", None), "subsampling", 1)
 
     def _fewest_frames(self, n_frames: np.ndarray, augment: WaveAugment) -> np.ndarray:
         """Return the frames that remain of `n_frames` at the largest speed."""
@@ -381,7 +373,7 @@ class SpeechUtterances(Dataset[SpeechBatch]):
             features = self.split.features[i]
         else:
             rng = np.random.default_rng((self.seed, epoch, name, _WAVES))
-            features = self.split.features.changed(i, partial(self.wave_augment, rng=rng))
+            features = self.split.features.reader(utterance, partial(self.wave_augment, rng=rng))
         features = self._normalized(utterance, features)
         if self.augment is None:
             return features

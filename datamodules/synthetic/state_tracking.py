@@ -46,13 +46,7 @@ class StateTracking(LengthTask):
     min_length = 1
     """One permutation."""
 
-    def __init__(
-        self,
-        group: Literal["parity", "S3", "S5"] = "S3",
-        *,
-        length: int = 32,
-        **options: Any,
-    ) -> None:
+    def __init__(self, group: Literal["parity", "S3", "S5"] = "S3", *, length: int = 32, **options: Any) -> None:
         one_of(DEGREES, group=group)
         super().__init__(length, **options)
         self.save_hyperparameters(logger=False)

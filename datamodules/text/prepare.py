@@ -15,22 +15,15 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from lit_effattn.checks import at_least
-from lit_effattn.datamodules.common.faults import Fault, Faults
-from lit_effattn.datamodules.common.files import open_utf8, regular, shown, walk_splits
+from lit_effattn.datamodules.common.faults import Faults
+from lit_effattn.datamodules.common.files import not_empty, open_utf8, regular, walk_splits
 from lit_effattn.datamodules.common.json_data import parse_json
 from lit_effattn.datamodules.common.store import write_text
 from lit_effattn.datamodules.text.records import SUFFIXES as RECORDS
 from lit_effattn.datamodules.text.records import divisible, is_records, records
 from lit_effattn.datamodules.text.sources import Document
 from lit_effattn.datamodules.text.text_stream import check_tokenizer_of, saved_tokenizer
-from lit_effattn.datamodules.text.token_store import (
-    FORMAT,
-    PLAN,
-    TOKENIZER,
-    ShardWriter,
-    shard_name,
-    write_manifest,
-)
+from lit_effattn.datamodules.text.token_store import FORMAT, PLAN, TOKENIZER, ShardWriter, shard_name, write_manifest
 from lit_effattn.datamodules.text.tokenization import decoded, encoded, progress
 from lit_effattn.datamodules.text.tokenizers import KINDS, Tokenizer, check_vocabulary
 
@@ -166,18 +159,13 @@ def _inputs(source: Path) -> tuple[dict[str, list[str]], Faults]:
         source, paths, faults = source.parent, {"": named}, Faults()
     else:
         paths, faults = walk_splits(source, SUFFIXES)
-    names: dict[str, list[str]] = {split: [] for split in paths}
+    paths = not_empty(paths, faults)
     for split, of_split in paths.items():
-        for path in of_split:
-            if path.stat().st_size:
-                names[split].append(path.relative_to(source).as_posix())
-            else:
-                faults.add(Fault("empty", shown(path)))
-        if not names[split]:
+        if not of_split:
             raise FileNotFoundError(
                 f"{source / split}: there is no file with text in it that ends in {', '.join(SUFFIXES)}{faults.counts}"
             )
-    return names, faults
+    return {split: [p.relative_to(source).as_posix() for p in of_split] for split, of_split in paths.items()}, faults
 
 
 def _shards(sizes: dict[str, int], divided: set[str], shard_bytes: int) -> list[list[Part]]:

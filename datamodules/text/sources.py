@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from lit_effattn.datamodules.common import hugging_face
-from lit_effattn.datamodules.common.faults import Fault, Faults
-from lit_effattn.datamodules.common.files import shown, text_encoding, unpack_zip, walk_splits
+from lit_effattn.datamodules.common.faults import Faults
+from lit_effattn.datamodules.common.files import not_empty, shown, text_encoding, unpack_zip, walk_splits
 from lit_effattn.datamodules.common.python_library import library_files
 from lit_effattn.datamodules.common.records import field, of_rows
 from lit_effattn.datamodules.common.splits import HELD_OUT, SPLITS, fixed_order, twentieths
@@ -233,14 +233,7 @@ def unread(root: Path, glob: str | None) -> Faults:
 def _matching(root: Path, glob: str | None) -> tuple[dict[str, list[Path]], Faults]:
     """Return the files with text by split, and what is left out."""
     splits, faults = walk_splits(root, _SUFFIXES if glob is None else None, glob)
-    matching: dict[str, list[Path]] = {name: [] for name in splits}
-    for name, paths in splits.items():
-        for path in paths:
-            if path.stat().st_size:
-                matching[name].append(path)
-            else:
-                faults.add(Fault("empty", shown(path)))
-    return matching, faults
+    return not_empty(splits, faults), faults
 
 
 def _non_empty(paths: Iterable[Path], root: Path) -> list[_Part]:

@@ -165,10 +165,7 @@ class TextStream(DataModule):
         self.shuffle_seed = shuffle_seed
         self.cache = default_cache() if cache is None else Path(cache)
         self._vocab_size = vocab_size
-        self._options: dict[str, Any] = options | {
-            "root": root or _SOURCES[source].root,
-            "column": column or "text",
-        }
+        self._options: dict[str, Any] = options | {"root": root or _SOURCES[source].root, "column": column or "text"}
 
     @property
     def places(self) -> list[Path]:
@@ -252,7 +249,7 @@ class TextStream(DataModule):
 
     def setup(self, stage: str) -> None:
         """Open the tokens and log their number, and the files that are left out."""
-        counts = [f"{self._store.n_tokens(split):,} {PURPOSES[split]}" for split in SPLITS_OF[stage]]
+        counts = [f"{self._store.n_tokens[split]:,} {PURPOSES[split]}" for split in SPLITS_OF[stage]]
         rank_zero_info(f"{self.source}: {', '.join(counts)}; vocabulary of {self.vocab_size:,} {self.tokens}")
         if replaced := self._store.replaced:
             rank_zero_warn(f"{self.source}: {replaced}")

@@ -154,12 +154,9 @@ class TokenStore:
         """A digest of the tokens and of their division into texts and splits."""
         return digest(self._about)
 
-    def n_tokens(self, split: str) -> int:
-        """Return the number of tokens in a split."""
-        return self._n_tokens[split]
-
     @cached_property
-    def _n_tokens(self) -> dict[str, int]:
+    def n_tokens(self) -> dict[str, int]:
+        """The number of tokens in each split."""
         counts = dict.fromkeys(SPLITS, 0)
         for borders, selected in self._indices():
             for split, of_split in selected.items():

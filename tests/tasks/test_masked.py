@@ -126,7 +126,7 @@ def test_the_masks_and_the_score_of_a_test_do_not_depend_on_how_it_is_divided(ro
     divisions += [{"num_workers": 2}, {"eval_segment_len": 200}]
     data = [stream(root, **options) for options in divisions]
     expected = masks(task, data[0])
-    assert len(expected) == data[0]._store.n_tokens("test")
+    assert len(expected) == data[0]._store.n_tokens["test"]
     assert 0 < sum(target != IGNORE for _, target in expected.values()) < len(expected) / 4
     for other in data[1:]:
         assert masks(task, other) == expected

@@ -72,8 +72,6 @@ def test_a_corpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(espeak, "library_sentences", lambda: SENTENCES[:2])
     with pytest.raises(ValueError, match=r"documentation gives only.*fewer minutes"):
         espeak.make_corpus(tmp_path / "c", 1)
-    with pytest.raises(ValueError, match="minutes=-1 must be"):
-        espeak.make_corpus(tmp_path / "c", -1)
     assert {path.name for path in tmp_path.iterdir() if path.is_dir()} == {"a", "b"}
 
 

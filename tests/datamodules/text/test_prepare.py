@@ -57,7 +57,7 @@ def test_the_tokens_of_all_documents_in_order(source, tmp_path, shard_bytes):
     assert texts(tmp_path / "out", "val") == LINES[1::7]
     assert texts(tmp_path / "out", "train") == [line for i, line in enumerate(LINES) if i % 7 > 1]
     store = TokenStore(tmp_path / "out")
-    assert n_bytes(store, "test") == store.n_tokens("test") == sum(len(line.encode()) for line in LINES[::7])
+    assert n_bytes(store, "test") == store.n_tokens["test"] == sum(len(line.encode()) for line in LINES[::7])
     assert about["n_documents"] == 60
     assert "1 ending in .me:" in str(left_out)
     assert left_out.counts == "; left out: 1 ending in .me, 1 hidden, 1 empty"
@@ -126,7 +126,7 @@ def test_a_learnt_vocabulary(source, tmp_path):
     assert n_bytes(store, "val") == sum(len(line.encode()) for line in LINES[1::7])
     data = TextStream("prepared", root=str(tmp_path / "out"), segment_len=5, batch_size=2)
     assert (data.tokens, data.unit, data.vocab_size) == ("bpe", "token", 300)
-    assert data._store.n_tokens("val") == len(ids) < n_bytes(store, "val")
+    assert data._store.n_tokens["val"] == len(ids) < n_bytes(store, "val")
 
 
 def killed_after(shards, *args, **options):
@@ -290,7 +290,7 @@ def test_a_damaged_index(source, tmp_path, damage):
     else:
         np.save(path, damage(np.load(path)))
     with pytest.raises(ValueError, match=r"shard-00000.npy is missing or damaged"):
-        TokenStore(tmp_path / "out").n_tokens("train")
+        TokenStore(tmp_path / "out").n_tokens["train"]
 
 
 # Training
@@ -321,7 +321,7 @@ def read(batches, rows=4):
 
 def test_an_epoch_of_whole_documents_has_each_once_and_resumes(source, tmp_path):
     prepare(source, tmp_path / "out")
-    n_tokens = TokenStore(tmp_path / "out").n_tokens("train")
+    n_tokens = TokenStore(tmp_path / "out").n_tokens["train"]
     made = loader(tmp_path / "out", documents="whole", num_workers=1)
     epochs = []
     for epoch in range(2):

@@ -54,7 +54,7 @@ def test_every_20th_record_of_a_fasta_file_is_for_test_with_its_header(tmp_path:
     borders = np.cumsum([0, len(TEXTS[0]), len(TEXTS[20])])
     index, n, titles = data.documents_at("test", np.array([0, *(borders[1:] - 1), *borders[1:]]))
     assert (index.tolist(), n, titles) == ([0, 0, 1, 1, 2], 3, [HEADERS[i] for i in (0, 20, 40)])
-    assert data._store.n_tokens("test") == sum(len(TEXTS[i]) for i in (0, 20, 40))
+    assert data._store.n_tokens["test"] == sum(len(TEXTS[i]) for i in (0, 20, 40))
 
 
 @pytest.mark.parametrize("suffix", [".jsonl", ".jsonl.gz", ".fasta"])

@@ -47,7 +47,7 @@ def write_folder(root, names=None):
 
 
 def n_tokens(data):
-    return {split: data._store.n_tokens(split) for split in ("val", "test")}
+    return {split: data._store.n_tokens[split] for split in ("val", "test")}
 
 
 def n_bytes(store, split):
@@ -162,7 +162,7 @@ def test_enwik8_is_divided_by_bytes(tmp_path):
     parts = {"val": bytes(scored(data.val_dataloader())), "test": bytes(scored(data.test_dataloader()))}
     assert parts["val"] == content[n * 90 // 100 : n * 95 // 100]
     assert parts["test"] == content[n * 95 // 100 :]
-    assert data._store.n_tokens("train") == n * 90 // 100
+    assert data._store.n_tokens["train"] == n * 90 // 100
     assert n_tokens(data) == {name: len(part) for name, part in parts.items()}
     assert all(n_bytes(data._store, name) == len(part) for name, part in parts.items())
     short = ready(source="enwik8", root=str(tmp_path), max_bytes=100, batch_size=2, segment_len=8)

@@ -8,6 +8,8 @@ from collections.abc import Iterator, Mapping
 from functools import cache, partial
 from typing import Any, TypeVar
 
+import numpy as np
+
 from lit_effattn import registry
 
 T = TypeVar("T", bound="HasInitArgs")
@@ -89,6 +91,8 @@ def _path(kind: type) -> str:
 
 
 def _plain(value: Any, where: str) -> Any:
+    if isinstance(value, np.generic):
+        value = value.item()
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
     if isinstance(value, (list, tuple)):

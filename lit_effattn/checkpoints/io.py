@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
+import numpy as np
 import torch
 from lightning.pytorch.plugins.io import TorchCheckpointIO
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
@@ -246,6 +247,7 @@ def saved_model(checkpoint: Mapping[str, Any]) -> dict[str, Any] | None:
     return {"class_path": arguments["_class_path"], "init_args": init_args}
 
 
+_SETTINGS = ("hyper_parameters", "datamodule_hyper_parameters", "optimizer_states", "lr_schedulers")
 _PATHS = ("best_model_path", "kth_best_model_path", "last_model_path")
 
 
@@ -253,9 +255,17 @@ def hide_folders(checkpoint: dict[str, Any], trainer: pl.Trainer) -> None:
     """Make the callbacks' paths of checkpoint files relative to their folders, and these relative to the run's folder.
 
     A checkpoint that is given away then contains no user's name, and a run can be moved. `own_folders` undoes it.
+    Settings become plain values. Arguments of the data module that can't be are left out, with a warning.
     """
-    for name in checkpoint.keys() & {"hyper_parameters", "datamodule_hyper_parameters"}:
+    for name in checkpoint.keys() & {*_SETTINGS}:
         checkpoint[name] = without_folders(checkpoint[name])
+    of_data = checkpoint.get("datamodule_hyper_parameters", {})
+    if foreign := [name for name, value in of_data.items() if not _is_plain(value)]:
+        rank_zero_warn(
+            f"checkpoints leave out the data module's {', '.join(foreign)}: reading them would run code; to stop this "
+            "warning, leave them out of save_hyperparameters (ignore=…)"
+        )
+        checkpoint["datamodule_hyper_parameters"] = {n: value for n, value in of_data.items() if n not in foreign}
     root = Path(trainer.default_root_dir).resolve()
     for folder, state in _checkpoint_states(checkpoint, trainer):
         state["dirpath"] = str(folder.relative_to(root)) if folder.is_relative_to(root) else str(folder)
@@ -263,12 +273,21 @@ def hide_folders(checkpoint: dict[str, Any], trainer: pl.Trainer) -> None:
 
 
 def without_folders(settings: Any) -> Any:
-    """Return `settings` with absolute paths inside the current folder made relative to it."""
-    if isinstance(settings, dict):
+    """Return `settings` with NumPy's numbers as Python's, and paths as texts, relative if in the current folder."""
+    if type(settings) is dict:
         return {name: without_folders(value) for name, value in settings.items()}
-    if isinstance(settings, list):
-        return [without_folders(value) for value in settings]
+    if type(settings) in (list, tuple):
+        return type(settings)(map(without_folders, settings))
+    if isinstance(settings, (np.generic, Path)):
+        settings = settings.item() if isinstance(settings, np.generic) else str(settings)
     return short(settings) if isinstance(settings, str) and Path(settings).is_absolute() else settings
+
+
+def _is_plain(value: Any) -> bool:
+    """Return whether a checkpoint with `value` can be read."""
+    if type(value) in (dict, list, tuple):
+        return all(map(_is_plain, [*value.keys(), *value.values()] if type(value) is dict else value))
+    return value is None or type(value) in (bool, int, float, str) or isinstance(value, Tensor)
 
 
 def own_folders(checkpoint: dict[str, Any], trainer: pl.Trainer) -> None:

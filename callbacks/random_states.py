@@ -22,7 +22,7 @@ class RandomStates(pl.Callback):
 
     Dropout thus continues its random sequence, and a resumed run equals an uninterrupted one. A validation does not
     change the states, so training does not depend on the number of validations. With another number of processes, each
-    process starts from its own seed, with a warning.
+    process starts from its own seed, with a warning. Every `Task` adds this callback, unless the trainer has one.
 
     Args:
         restore: Whether to restore the states; False if the user asked for another seed.

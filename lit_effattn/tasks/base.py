@@ -22,6 +22,7 @@ from torchmetrics import Metric
 
 from lit_effattn import sequence
 from lit_effattn.callbacks.lightning_internals import epoch_is_whole
+from lit_effattn.callbacks.random_states import RandomStates
 from lit_effattn.checkpoints.io import hide_folders, own_folders
 from lit_effattn.checkpoints.loading import check_finite, check_not_averaged, check_same_model, load_model
 from lit_effattn.datamodules.common.tokens import IGNORE
@@ -275,6 +276,11 @@ class Task(HasInitArgs, pl.LightningModule):
     on_test_model_eval, on_test_model_train = on_validation_model_eval, on_validation_model_train
     # Lightning has no `on_predict_model_train`.
     on_predict_model_eval, on_predict_epoch_end = on_validation_model_eval, on_validation_model_train
+
+    def configure_callbacks(self) -> list[pl.Callback]:
+        """Add `RandomStates`, so that a run resumes with its random states, unless the trainer has one."""
+        given: Any = self.trainer
+        return [] if any(isinstance(c, RandomStates) for c in given.callbacks) else [RandomStates()]
 
     def configure_model(self) -> None:
         """Divide the parameters among the processes, if the strategy does so. A second call does nothing.

@@ -289,16 +289,34 @@ def test_copying_is_learned(tmp_path):
 
 
 def test_a_checkpoint_builds_the_model_again(tmp_path):
-    made = model(partial(LinearAttention, chunk_size=2), unit="byte", tie=True, optimizer=torch.optim.Adam).float()
+    adam = partial(torch.optim.Adam, lr=np.float64(1e-3))
+    made = model(partial(LinearAttention, chunk_size=2), np.int64(V), unit="byte", tie=True, optimizer=adam).float()
     data = CopyTask(max_len=8, n_symbols=5, batch_size=4, n_train=8, n_val=4)
+    data.hparams.update(root=tmp_path, transforms=[len])
     fit = trainer(tmp_path, [], max_epochs=1)
     fit.fit(made, data)
-    fit.save_checkpoint(tmp_path / "model.ckpt")
+    with pytest.warns(UserWarning, match="checkpoints leave out the data module's transforms"):
+        fit.save_checkpoint(tmp_path / "model.ckpt")
+    kept = torch.load(tmp_path / "model.ckpt", weights_only=True)["datamodule_hyper_parameters"]
+    assert kept["root"] == str(tmp_path)
+    assert "transforms" not in kept
     again = LanguageModel.load_from_checkpoint(tmp_path / "model.ckpt").eval()
     with torch.no_grad():
         assert torch.equal(again(batch()), made.eval()(batch()))
     assert again.monitor == "val/bits_per_byte"
     assert again.head.proj.weight is again.embedding.weight
+
+
+def test_a_run_resumes_from_lightnings_checkpoint_with_its_random_states(tmp_path):
+    saving = pl.callbacks.ModelCheckpoint(tmp_path, "{step}", every_n_train_steps=2, save_top_k=-1)
+    ended = []
+    for callbacks, path in (([saving], None), ([], tmp_path / "step=2.ckpt")):
+        torch.manual_seed(5)
+        made = LanguageModel(Transformer(8, 2, 1, attention=LinearAttention, dropout=0.5), V)
+        data = CopyTask(max_len=8, n_symbols=5, batch_size=4, n_train=16, n_val=4)
+        trainer(tmp_path, callbacks, max_epochs=2).fit(made, data, ckpt_path=path)
+        ended.append(torch.cat([p.detach().flatten() for p in made.parameters()]))
+    assert torch.equal(*ended)
 
 
 # ------------------------------------------------------------------------------------------------------------- errors

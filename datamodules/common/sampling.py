@@ -124,6 +124,9 @@ class ResumableLoader(DataLoader[Any]):
     `StatefulDataLoader`), therefore repeats or loses batches from the second epoch on. For this reason `__iter__` is a
     generator, which does nothing before the first batch is requested, and a state applies to its epoch only.
 
+    A loop of your own gets the next epoch's batches from the next iteration, if this one has ended. Lightning sets the
+    epoch.
+
     If the data set has an attribute `identity`, a dictionary that changes if its items change (their number, a digest
     of them or of their names and sizes), the state has it too, and is loaded for the same data only.
 
@@ -142,6 +145,7 @@ class ResumableLoader(DataLoader[Any]):
         for batch in super().__iter__():
             self._batches += 1
             yield batch
+        self.sampler.set_epoch(self._epoch + 1)
 
     def _first_batch(self) -> int:
         state, self._loaded = self._loaded, None

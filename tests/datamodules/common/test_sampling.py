@@ -169,7 +169,7 @@ def test_resumes_with_the_next_batch_whatever_the_workers(before, after, taken):
     second.load_state_dict(state)
     assert second.state_dict() == state  # a checkpoint before the next batch
     assert [batch.tolist() for batch in second] == whole[2][taken:]
-    assert epoch_of(second, 3) == whole[3]
+    assert [batch.tolist() for batch in second] == whole[3]  # the next one follows without Lightning
     assert epoch_of(second, 2) == whole[2]
     stop(first, second)
 

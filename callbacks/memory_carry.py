@@ -160,6 +160,11 @@ def _for_batch(module: SequenceModule, memory: State | None, batch: Any) -> Stat
             "tensors by lit_effattn.datamodules.TokenBatch"
         )
     starts, rows = batch.fresh, len(batch.inputs)
+    if starts is None:
+        rank_zero_warn(
+            "MemoryCarry has no effect: `fresh` of the batch is None, so every row begins a new sequence; give a "
+            "tensor that is False in the rows that continue those of the batch before"
+        )
     if memory is None or starts is None:
         return module.initial_state(rows, device=batch.inputs.device)
     memory_rows = len(next(sequence.tensors(memory)))

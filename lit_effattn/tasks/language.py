@@ -244,9 +244,15 @@ class LanguageModel(Task):
             self._n_steps = n_steps if n_steps > 0 else math.inf
 
     def on_train_batch_start(self, batch: TokenBatch, batch_idx: int) -> None:
-        """Stop intermediate losses at their fraction of the run."""
+        """Stop intermediate losses at their fraction of the run. Warn if the backbone's memory is never used."""
         if self.further is not None:
             self.further.follow(self.trainer.global_step, self._n_steps)
+        fresh = getattr(batch, "fresh", None)
+        if batch_idx == 1 and self._with_memory and not self.carries and fresh is not None and not fresh.all():
+            rank_zero_warn(
+                f"the batches continue each other, but {type(self._with_memory[0]).__name__} begins each with an empty "
+                "memory; add the callback MemoryCarry"
+            )
 
     def training_step(self, batch: TokenBatch) -> Tensor:
         """Return the loss of `objective`. Responses are removed: compiled code would be compiled again for others."""

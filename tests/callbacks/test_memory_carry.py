@@ -12,7 +12,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from torch.utils.data import DataLoader, Dataset
 
 from lit_effattn import Transformer, sequence
-from lit_effattn.attention import InfiniteAttention, LinearAttention, SoftmaxAttention
+from lit_effattn.attention import InfiniteAttention, LinearAttention, SoftmaxAttention, TransformerXLAttention
 from lit_effattn.callbacks import MemoryCarry
 from lit_effattn.datamodules.common.tokens import IGNORE, TokenBatch
 from lit_effattn.tasks import LanguageModel, PixelModel
@@ -106,6 +106,8 @@ def test_without_it_every_segment_is_alone(tmp_path):
             for i in range(3)
         ]
     torch.testing.assert_close(torch.tensor(losses, dtype=torch.double), torch.stack([a.mean() for a in alone]))
+    with pytest.warns(UserWarning, match="TransformerXLAttention begins each with an empty memory; add the callback"):
+        trainer(tmp_path, [], max_epochs=1).fit(model(partial(TransformerXLAttention, mem_len=4)), data)
 
 
 def test_a_validation_in_mid_epoch_leaves_the_memory_of_training_alone(tmp_path):
@@ -308,7 +310,8 @@ def test_data_without_documents_start_afresh_with_every_batch():
     made = model()
     made.memory = sequence.map_tensors(lambda t: t + 1, made.backbone.initial_state(ROWS))
     tokens = torch.zeros(ROWS, 2, dtype=torch.long)
-    MemoryCarry().on_train_batch_start(None, made, TokenBatch(tokens, tokens.fill_(IGNORE)), 0)
+    with pytest.warns(UserWarning, match="MemoryCarry has no effect: `fresh` of the batch is None"):
+        MemoryCarry().on_train_batch_start(None, made, TokenBatch(tokens, tokens.fill_(IGNORE)), 0)
     assert all((t == 0).all() for t in sequence.tensors(made.memory))
 
 

@@ -185,6 +185,8 @@ class MaskedLanguageModel(Task):
     def fill(self, text: str, n: int = 5) -> list[list[tuple[str, float]]]:
         """Return the likeliest tokens at each `[MASK]` of a text, with their probabilities, `n` for each.
 
+        Unless the tokens are bytes or characters, the space before a `[MASK]` is a part of its token.
+
         Raises:
             ValueError: If the text has no `[MASK]`, or a character that the model does not know, or the model has no
                 tokenizer.
@@ -194,6 +196,8 @@ class MaskedLanguageModel(Task):
         if MASK not in text:
             raise ValueError(f"--fill {text[:40]!r} has no {MASK}; write it in place of each token to predict")
         tokenizer = Tokenizer.from_spec(self.tokenizer)
+        if tokenizer.unit == "token":
+            text = text.replace(f" {MASK}", MASK)
         for piece in text.split(MASK):
             check_known(tokenizer, piece)
         pieces = [tokenizer.encode(piece).astype(np.int64) for piece in text.split(MASK)]

@@ -21,6 +21,7 @@ from lit_effattn.attention.positions import LearnedPositions
 from lit_effattn.cli import main
 from lit_effattn.datamodules import IGNORE, TextStream, TokenBatch
 from lit_effattn.datamodules.common.packing import pack
+from lit_effattn.datamodules.text.tokenizers import BPETokenizer
 from lit_effattn.nn.heads import CategoricalHead
 from lit_effattn.tasks.masked import uniform
 from tests.support.commands import assert_same_end, fails, last, spec
@@ -394,6 +395,16 @@ def test_scores_of_documents_tokens_of_masks_and_classes_of_proteins(
     Path("tiny.yaml").write_text(yaml.safe_dump({**TINY, **tuned}))
     message = fails(capsys, "fit", "--config", "tiny.yaml", "--init_weights", checkpoint)
     assert "The vocabularies differ: --data.tokenizer_of" in message
+
+
+def test_the_token_of_a_gap_has_the_space_before_it():
+    tokenizer = BPETokenizer.learn(["the cat sat "] * 9, 280)
+    first, cat, sat = tokenizer.encode("the cat sat").tolist()
+    torch.manual_seed(0)
+    task = MaskedLanguageModel(Transformer(16, 2, 1, causal=False), tokenizer.n_tokens, tokenizer.to_json()).eval()
+    expected = task(torch.tensor([[first, task.mask, sat]])).exp()[0, 1].tolist()
+    (filled,) = task.fill("the [MASK] sat", tokenizer.n_tokens)
+    assert dict(filled)[" cat"] == pytest.approx(expected[cat])
 
 
 def test_batches_without_offsets_are_scored_by_rows(tmp_path: Path):

@@ -218,9 +218,7 @@ class LastCheckpoint(Checkpoint):
     def save(self, trainer: pl.Trainer, keep: bool = False) -> None:
         """Save now; only between two steps or in a validation.
 
-        Args:
-            trainer: The trainer.
-            keep: Also save one that is kept for averaging, as at every step that `keep_every_n_train_steps` divides.
+        With `keep`, also save one that is kept for averaging, as at every step that `keep_every_n_train_steps` divides.
         """
         if not trainer.sanity_checking and not getattr(trainer, "fast_dev_run", False):
             for logger in trainer.loggers:

@@ -50,14 +50,7 @@ def load(option: str, path: str, subset: str | None) -> Any:
 def load_splits(
     option: str, path: str, subset: str | None, columns: Sequence[str], remedy: str
 ) -> tuple[dict[str, Any], Any]:
-    """Load columns of a data set: see `load`.
-
-    Args:
-        option: The beginning of a message.
-        path: The data set.
-        subset: Its configuration, if it has several.
-        columns: Names of the columns. `translation.en` is the key en of the column translation.
-        remedy: The options that name the columns.
+    """Load columns of a data set: see `load`. The column `translation.en` is the key en of the column translation.
 
     Returns:
         The rows of "train", and of "val" and "test" if it has them, with classes; and plain data that change if they

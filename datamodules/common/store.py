@@ -36,12 +36,7 @@ NAME = "lit-effattn"
 class ArrayWriter:
     """Writes an array of items. Each of its files appears when it is complete, the .json last.
 
-    Args:
-        folder: Folder of the store.
-        name: Name of the array.
-        dtype: Type of a number.
-        row: Shape of a row.
-        compared: Whether `n_shared` is called, which takes 8 bytes of memory an item.
+    `n_shared` needs `compared`, which takes 8 bytes of memory an item.
     """
 
     def __init__(
@@ -97,12 +92,7 @@ class ArrayWriter:
 
 
 class StoredArray:
-    """The items of an array.
-
-    Args:
-        folder: Folder of the store.
-        name: Name of the array.
-        header: The content of its .json; None: it is read.
+    """The items of an array. Its .json is read unless `header`, the content, is given.
 
     Attributes:
         rows: (n, …), the rows of all items, memory-mapped.

@@ -137,13 +137,8 @@ def huggingface(path: str, subset: str | None, columns: tuple[str, str], *, numb
     """Return a data set of Hugging Face, each row a pair.
 
     The splits are train, validation and test. If validation or test is missing or has no classes, as in a competition,
-    it is taken from train by `bucket`. Classes have their names.
-
-    Args:
-        path: Name or folder of the data set.
-        subset: Its configuration, if it has several.
-        columns: Columns of the source and the target. `translation.en` is the key en of the column translation.
-        numbers: The target may also be an integer, true or false.
+    it is taken from train by `bucket`. Classes have their names. With `numbers` the target may also be an integer, true
+    or false.
 
     Raises:
         ValueError: If `datasets` is not installed, or there is no split train with these columns.

@@ -39,12 +39,8 @@ def read_manifest(path: Path, *, spoken: bool = True) -> list[ManifestLine]:
 
     A line is `{"audio_filepath": "a.wav", "duration": 2.5, "text": "hello"}`: the file, relative to the manifest's
     folder, its length in seconds, and the transcript. `"phonemes"`, a list or a string with spaces, may replace the
-    text. Optional fields are "offset", the start within the file in seconds, "speaker" and "id". The manifest may be
-    compressed: see `open_utf8`.
-
-    Args:
-        path: The manifest.
-        spoken: Whether every line must have a text or phonemes.
+    text. Optional fields are "offset", the start within the file in seconds, "speaker" and "id". Without `spoken`, text
+    and phonemes are optional, too. The manifest may be compressed: see `open_utf8`.
 
     Raises:
         FileNotFoundError: If the manifest is missing.

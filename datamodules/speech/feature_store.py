@@ -42,9 +42,7 @@ class FeatureReader(NamedTuple):
     def __call__(self, utterance: Utterance, change: Callable[[Tensor, int], Tensor] | None = None) -> Tensor:
         """Return the features of an utterance, (T, F), T ≥ 1 unless `change` shortens it.
 
-        Args:
-            utterance: The utterance.
-            change: Changes the samples (n,), given the sampling rate in Hz. Default: they are not changed.
+        `change` gets the samples (n,) and the sampling rate in Hz, and returns other samples.
 
         Raises:
             AudioError: As in `read_audio`, or if the utterance is shorter than `min_seconds` or a frame, or has phones
@@ -108,16 +106,9 @@ def stored_features(
     """Read every utterance once, or load the results of an earlier run if no file and no setting has changed.
 
     If several processes call this, one reads and the others wait. The files are written to a temporary folder, which is
-    renamed when they are complete.
-
-    Args:
-        utterances: The utterances of one split.
-        reader: Reads the utterances.
-        name: Name of the split.
-        folder: The cache folder, shared by all runs.
-        keep: Cache the features too, 4·F bytes per frame, in a file that processes map and share. Otherwise they are
-            computed again on each access.
-        num_workers: Worker processes that read; 0: this process.
+    renamed when they are complete, in the cache `folder` of all runs. With `keep` the features of the split `name` are
+    cached too, 4·F bytes per frame, in a file that processes map and share. Otherwise they are computed again on each
+    access.
 
     Raises:
         AudioError: If a file can't be opened, for lack of permission, for instance.

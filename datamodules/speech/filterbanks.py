@@ -118,9 +118,6 @@ class StreamingFilterbanks:
 
     Attributes:
         samples: The first samples (n,) of the next frame. None: nothing was read.
-
-    Args:
-        filterbanks: Computes the frames.
     """
 
     def __init__(self, filterbanks: Filterbanks) -> None:

@@ -8,13 +8,7 @@ import numpy as np
 
 
 class MappedTokens:
-    """The tokens of several files as one text. Files are mapped when they are first read, so processes share them.
-
-    Args:
-        paths: The files.
-        sizes: Number of tokens in each.
-        dtype: Type of a token.
-    """
+    """The tokens of several files, of known sizes, as one text. Processes share the files, mapped at the first read."""
 
     def __init__(self, paths: Sequence[Path], sizes: Sequence[int], dtype: np.dtype) -> None:
         self._paths, self._dtype = list(paths), dtype

@@ -232,12 +232,7 @@ class ShuffledStreams(TokenStreams):
     """Streams of documents in another order every epoch, a pure function of (seed, epoch).
 
     An item is `(epoch, t)`, which worker processes and resumed runs read without further state. For each document,
-    `documents` takes 16 bytes of memory and the order of the current epoch 24.
-
-    Args:
-        documents: The documents.
-        shuffle_seed: Seed of the orders, 0 or more.
-        options: As for `TokenStreams`.
+    `documents` takes 16 bytes of memory and the order of the current epoch 24. Options are those of `TokenStreams`.
     """
 
     def __init__(self, documents: Documents, *, shuffle_seed: int, **options: Any) -> None:

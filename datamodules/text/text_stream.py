@@ -318,10 +318,7 @@ def check_tokenizer_of(checkpoint: str | Path | None, tokens: str | None, vocab_
 
 
 def saved_tokenizer(checkpoint: str | Path) -> Tokenizer:
-    """Return the tokenizer of the language model in a checkpoint, which is read as data.
-
-    Args:
-        checkpoint: The file, the folder of a sharded run, or `model:NAME`, a shipped model.
+    """Return the tokenizer of the language model in a checkpoint (or `model:NAME`), which is read as data.
 
     Raises:
         FileNotFoundError: If there is no such file.

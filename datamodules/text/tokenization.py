@@ -28,14 +28,8 @@ def tokenized(
     """Tokenize a source, or open the tokens of an earlier run if neither the source nor the settings have changed.
 
     If several processes call this, one tokenizes and the others wait. The files are written to a temporary folder,
-    which is renamed when they are complete.
-
-    Args:
-        source: The texts.
-        kind: Type of the tokenizer.
-        vocab_size: As for `TextStream`.
-        cache: Folder for the files.
-        given: A tokenizer of type `kind`. Default: one is learnt from the training texts.
+    which is renamed when they are complete. Without a `given` tokenizer, which is of type `kind`, one is learnt from
+    the training texts.
 
     Raises:
         ValueError: If a text is not UTF-8, though `kind` needs it, or a split has no tokens.

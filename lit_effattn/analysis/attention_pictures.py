@@ -54,13 +54,9 @@ class Drawn(NamedTuple):
 
 @torch.no_grad()
 def attention_pictures(model: nn.Module, run: Callable[[], object]) -> list[Drawn]:
-    """Draw the attention of `model` while `run` passes one sequence through it, without padding.
+    """Draw the attention of `model`, in evaluation, while `run` passes one sequence through it, without padding.
 
     At most `LAYERS` attentions are drawn, including the first and the last, and `HEADS` heads of each.
-
-    Args:
-        model: A model in evaluation mode.
-        run: Calls the model once.
     """
     drawn: dict[str, Drawn] = {}
     encoded: list[Tensor] = []

@@ -79,14 +79,10 @@ def filled_rows(batch: Any, n: int | None = None) -> list[int]:
 
 @torch.no_grad()
 def first_sequence(model: Task, data: Any, length: int, *, carried: bool) -> OneSequence:
-    """Return the first test sequence, cut to `length` positions of the model.
+    """Return the first sequence of `test_data`, cut to `length` positions of the model.
 
-    Args:
-        model: The model.
-        data: A data module, as `test_data` returns it.
-        length: The largest number of positions.
-        carried: Whether the run carried memory over the segments of a stream. The sequence is then the first segment
-            with at least `length` positions before it, or the last.
+    If the run `carried` memory over the segments of a stream, it is the first segment with at least `length` positions
+    before it, or the last.
 
     Raises:
         ValueError: If all rows of the first batch are empty.
@@ -154,13 +150,9 @@ def token_bits(model: Any, sequence: OneSequence) -> list[tuple[str, float]]:
 
 @torch.no_grad()
 def write_samples(model: Any, data: Any, n: int, folder: Path) -> list[str]:
-    """Write unconditional samples, and completed test images, as `lit-effattn generate` does, into new folders.
+    """Write unconditional samples, and completed images of `test_data`, as `generate` does, into new folders.
 
-    Args:
-        model: A task. Nothing is written if it needs more than its data to generate.
-        data: A data module, as `test_data` returns it, or None.
-        n: The number of samples.
-        folder: Where the folders are made.
+    Nothing is written if the model needs more than its data to generate.
 
     Returns:
         A remark for each kind of sample that could not be drawn.

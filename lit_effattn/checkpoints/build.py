@@ -67,12 +67,7 @@ def arguments_of(spec: Any, kind: type, names: collections.abc.Iterable[str], al
 
 
 class Allowed:
-    """The classes that a file may name: the registered ones, and those that the user trusts.
-
-    Args:
-        source: The file, for messages.
-        trust: What the user trusts.
-    """
+    """The classes that a file, `source` in messages, may name: the registered ones, and those that the user trusts."""
 
     def __init__(self, source: str, trust: Trust | None = None) -> None:
         self.source, self.trust = source, trust or Trust()

@@ -187,10 +187,7 @@ class DamagedError(ValueError):
 def read(path: Path, map_location: Any = "cpu", *, mmap: bool = False) -> dict[str, Any]:
     """Read a file with plain containers of tensors, after its checksums (CRC-32). Nothing in it is executed.
 
-    Args:
-        path: The file.
-        map_location: Where its tensors go, as in `torch.load`.
-        mmap: Whether the values of its tensors are read when they are used.
+    With `mmap`, the values of its tensors are read when they are used.
 
     Raises:
         DamagedError: If the file is cut off, changed, or from another program.

@@ -151,9 +151,7 @@ def _together(act: Callable[[], T], kind: type[Exception]) -> T:
 class Parts:
     """The files of a folder. Each part is verified when it is first used; its values are read when they are used.
 
-    Args:
-        folder: The folder.
-        map_location: Where tensors go that are not divided, as in `torch.load`.
+    `map_location` is of the tensors that are not divided.
 
     Raises:
         DamagedError: If a file is missing, cut off, changed, a link, or of another checkpoint. The message names it.
@@ -214,12 +212,7 @@ class Parts:
 
 
 class Divided:
-    """A tensor whose rows are in the parts of a checkpoint.
-
-    Args:
-        parts: The parts.
-        name: Its name in them.
-        like: A tensor of its shape and type.
+    """A tensor, of the shape and type of `like`, whose rows are in the parts of a checkpoint under a name.
 
     Raises:
         DamagedError: If it has no dimension, or there are no parts.

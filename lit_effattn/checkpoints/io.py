@@ -151,11 +151,7 @@ def read_checkpoint(path: str | Path, map_location: Any = "cpu") -> dict[str, An
     """Read a checkpoint with plain containers of tensors. Nothing in it is executed.
 
     The checksums (CRC-32) of all its parts are verified first; an exported safetensors file has none. The parts of a
-    folder, which the processes of a sharded run have written, are put together.
-
-    Args:
-        path: The file, or folder, or `model:NAME`, a shipped model.
-        map_location: Where its tensors go, as in `torch.load`.
+    folder, which the processes of a sharded run have written, are put together. `model:NAME` is a shipped model.
 
     Raises:
         FileNotFoundError: If there is none.

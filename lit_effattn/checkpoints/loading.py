@@ -85,11 +85,7 @@ def _same_device(storage: torch.UntypedStorage, location: str) -> torch.UntypedS
 
 
 class OtherModelError(ValueError):
-    """The parameters of a checkpoint have other names or shapes than those of the model.
-
-    Args:
-        difference: Describes what differs.
-    """
+    """The parameters of a checkpoint have other names or shapes than those of the model."""
 
     def __init__(self, difference: str) -> None:
         super().__init__(

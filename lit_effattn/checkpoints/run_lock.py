@@ -32,10 +32,7 @@ class RunLockedError(OSError):
 class RunLock:
     """The lock on the folder of a run, held until `release`, or until the process ends.
 
-    Where the file system has no locks, a warning is given and nothing is locked.
-
-    Args:
-        run: The folder, which exists.
+    The folder exists. Where the file system has no locks, a warning is given and nothing is locked.
 
     Raises:
         RunLockedError: If another process holds the lock.

@@ -97,11 +97,9 @@ def _from_json(value: Any) -> Any:
 
 
 def read_weights_file(path: Path, map_location: Any = "cpu") -> dict[str, Any]:
-    """Read a file as a checkpoint. Nothing in it is executed; the format has no checksums.
+    """Read a file as a checkpoint, to the CPU if `map_location` is not a device.
 
-    Args:
-        path: The file.
-        map_location: The device of its tensors; the CPU if it is not a device.
+    Nothing in it is executed; the format has no checksums.
 
     Raises:
         DamagedError: If the file is cut off or damaged, or another program wrote it.

@@ -24,12 +24,7 @@ HARMLESS = frozenset(
 
 
 class Settings:
-    """The keys of a config.json. Each must be read, checked, or known to be harmless.
-
-    Args:
-        content: The content of the file.
-        harmless: Keys that do not change the logits, in addition to `HARMLESS`.
-    """
+    """The keys of a config.json. Each must be read, checked, or known to be harmless, in `HARMLESS` or `harmless`."""
 
     def __init__(self, content: Mapping[str, Any], harmless: frozenset[str] = frozenset()) -> None:
         self._content = content
@@ -48,13 +43,7 @@ class Settings:
         return value
 
     def number(self, name: str, default: Any = _REQUIRED, *, whole: bool = True, null: bool = False) -> Any:
-        """Return the value of a key, a positive number; or None, with `null` or if that is the default.
-
-        Args:
-            name: The key.
-            default: The value if the key is missing.
-            whole: Whether the number must be an integer.
-            null: Whether the key may be null.
+        """Return the value of a key, a positive number, if `whole` an integer; or None, with `null` or by default.
 
         Raises:
             ValueError: If the value is something else, or the key is missing without a default.

@@ -45,12 +45,7 @@ class Step(nn.Module, ABC):
 
 
 class TokenStep(Step):
-    """One token of each row: `log_probs, *state = step(tokens, *state)`, of the next token.
-
-    Args:
-        task: The model.
-        empty: The state before the first token, with final shapes.
-    """
+    """One token of each row: `log_probs, *state = step(tokens, *state)`, of the next token."""
 
     unit = "token"
 

@@ -113,12 +113,9 @@ def is_child() -> bool:
 
 
 class Configuration(pl.Callback):
-    """Writes all settings into the folder of the run, and once to loggers of the user's own.
+    """Writes all settings (`CLI.settings`) into the folder of the run, and once to loggers of the user's own.
 
-    Args:
-        settings: The result of `CLI.settings`.
-        args: The arguments of the command, by which a restarted SLURM job finds its run.
-        loggers: The loggers that get the settings when the run begins.
+    A restarted SLURM job finds its run by `args`, the arguments of the command.
     """
 
     def __init__(self, settings: dict[str, Any], args: list[str], loggers: Sequence[Logger]) -> None:

@@ -120,9 +120,7 @@ def announce_if_never_validated(config: Any) -> None:
 def loggers(given: Any, folder: Path) -> list[Logger]:
     """Return the loggers of a run: the user's own, default TensorBoard's, and the CSV log that `compare` reads.
 
-    Args:
-        given: The option `trainer.logger`. False, or an empty list: no logger at all.
-        folder: The folder of the run.
+    If the option `trainer.logger` is False or an empty list, there is none at all.
     """
     if given is False or given == []:
         return []

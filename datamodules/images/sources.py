@@ -23,6 +23,7 @@ EXTENSIONS = (".bmp", ".gif", ".jpeg", ".jpg", ".png", ".ppm", ".tif", ".tiff", 
 _NAMED = 10  # broken images that an error names after the first
 MAX_PIXELS = 2**26  # of an image file: 8192 × 8192, 270 MB in Pillow
 PILLOW_PIXELS = 178_956_970  # Pillow rejects larger images
+_PHOTOMETRIC, _WHITE_IS_ZERO = 262, 0  # a tag of TIFF, which Pillow applies to at most 8 bits
 
 
 def _split_off(values: Tensor, **counts: int) -> dict[str, Tensor]:
@@ -218,16 +219,16 @@ def _decode(path: Path, channels: int, max_pixels: int) -> "Image":
             if file.width * file.height > max_pixels:  # from the header, before decoding
                 raise ValueError(f"{file.width} × {file.height} pixels are more than max_pixels={max_pixels}")
             image = ImageOps.exif_transpose(file)
-            return _flat(image, file.format).convert("L" if channels == 1 else "RGB")
+            return _flat(image, file).convert("L" if channels == 1 else "RGB")
     except Exception as error:  # Pillow's decoders raise many types of exceptions on a broken file
         raise ValueError(f"{path}: not a readable image ({error}); remove it or replace it") from error
 
 
-def _flat(image: "Image", file_format: str | None) -> "Image":
-    """Return an image of 8 bits a channel, with its transparent pixels on a white background."""
+def _flat(image: "Image", file: "Image") -> "Image":
+    """Return `image`, read from `file`, with 8 bits a channel and its transparent pixels on a white background."""
     from PIL import Image
 
-    if image.mode == "F" or (image.mode, file_format) == ("I", "TIFF"):  # 16 bits without sign are I;16
+    if image.mode == "F" or (image.mode, file.format) == ("I", "TIFF"):  # 16 bits without sign are I;16
         raise ValueError(
             "its grey values are signed, floating-point or have 32 bits; save it with 8 or 16 bits a channel"
         )
@@ -235,6 +236,10 @@ def _flat(image: "Image", file_format: str | None) -> "Image":
         values = np.asarray(image)
         if 0 < (high := values.max()) < 256:
             raise ValueError(f"its grey values have 16 bits, but none is above {high}; save it with 8 bits a channel")
+        if image.has_transparency_data or getattr(file, "tag_v2", {}).get(_PHOTOMETRIC) == _WHITE_IS_ZERO:
+            raise ValueError(
+                "its grey values have 16 bits, and 0 is white or one is transparent; save it with 8 bits a channel"
+            )
         return Image.fromarray((values // 256).astype(np.uint8))
     if image.has_transparency_data:
         image = image.convert("RGBA")

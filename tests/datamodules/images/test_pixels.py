@@ -457,6 +457,14 @@ def test_unusual_images(tmp_path):
         Image.fromarray(values).save(tmp_path / name)
         with pytest.raises(ValueError, match=rf"{name}: .*{message}.*8.* bits a channel"):
             image_sources.read_image(tmp_path / name, 4, 1)
+    Image.fromarray(deep).save(tmp_path / "clear.png", transparency=4096)
+    Image.fromarray(deep).save(tmp_path / "negative.tif")
+    black_is_zero = b"\x06\x01\x03\x00\x01\x00\x00\x00\x01"  # the last byte is the value
+    tif = (tmp_path / "negative.tif").read_bytes()
+    (tmp_path / "negative.tif").write_bytes(tif.replace(black_is_zero, black_is_zero[:-1] + b"\0"))
+    for name in ("clear.png", "negative.tif"):
+        with pytest.raises(ValueError, match=rf"{name}: .*0 is white or one is transparent"):
+            image_sources.read_image(tmp_path / name, 4, 1)
     Image.fromarray(np.zeros((4, 4), np.uint16)).save(tmp_path / "black.png")
     assert not image_sources.read_image(tmp_path / "black.png", 4, 1).any()
     turned = np.arange(16, dtype=np.uint8).reshape(4, 4)

@@ -10,6 +10,7 @@ import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import nn
 
+from lit_effattn.callbacks.lightning_internals import averages_buffers
 from lit_effattn.checks import at_least
 
 
@@ -25,7 +26,7 @@ class FeatureRedraw(pl.Callback):
         seed: Seed of the draws.
 
     Raises:
-        ValueError: If an argument is out of its range.
+        ValueError: If an argument is out of its range; in `setup`, if another callback averages the features.
     """
 
     def __init__(self, every_n_steps: int = 1000, seed: int = 0) -> None:
@@ -36,8 +37,18 @@ class FeatureRedraw(pl.Callback):
         self._step = 0  # of the last draw
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        """Reset the step of the last draw. A checkpoint is loaded after this."""
+        """Reset the step of the last draw. A checkpoint is loaded after this.
+
+        Raises:
+            ValueError: If a callback would average the features of several draws.
+        """
         self._step = 0
+        averaging = [type(c).__name__ for c in trainer.callbacks if averages_buffers(c)]  # type: ignore[attr-defined]
+        if averaging and stage == "fit":
+            raise ValueError(
+                f"{averaging[0]} would average the random features of several draws, which are then too small; set its "
+                "use_buffers=False, or leave out FeatureRedraw"
+            )
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Warn if the model has no random features."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import lightning.pytorch as pl
+from lightning.pytorch.callbacks import WeightAveraging
 
 
 def is_accumulating(trainer: pl.Trainer) -> bool:
@@ -74,3 +75,8 @@ def cluster_environment(trainer: pl.Trainer) -> Any:
 def leave_signals_alone(trainer: pl.Trainer) -> None:
     """Let `trainer` install no signal handlers, which would exit with 0, and in a SLURM job save outside of the run."""
     trainer._signal_connector.register_signal_handlers = lambda: None  # type: ignore[method-assign]
+
+
+def averages_buffers(callback: pl.Callback) -> bool:
+    """Return whether a callback replaces the buffers of the model by averages, as `EMAWeightAveraging` does."""
+    return isinstance(callback, WeightAveraging) and callback._use_buffers

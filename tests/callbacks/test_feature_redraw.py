@@ -3,6 +3,7 @@ from pathlib import Path
 import lightning.pytorch as pl
 import pytest
 import torch
+from lightning.pytorch.callbacks import EMAWeightAveraging
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
@@ -138,6 +139,8 @@ def test_modules_are_found_by_what_they_can_do(tmp_path: Path):
 def test_a_model_without_features_is_a_warning_and_bad_options_are_refused(tmp_path: Path):
     with pytest.warns(UserWarning, match=r"FeatureRedraw has no effect: no module of this Tiny"):
         trainer(tmp_path, [FeatureRedraw()], max_epochs=1).fit(Tiny(), loader(1), loader(1))
+    with pytest.raises(ValueError, match=r"EMAWeightAveraging would average the random features.*use_buffers=False"):
+        trainer(tmp_path, [FeatureRedraw(), EMAWeightAveraging()], max_epochs=1).fit(Tiny(), loader(1), loader(1))
     for options, words in (({"every_n_steps": 0}, "every_n_steps=0"), ({"seed": -1}, "seed=-1")):
         with pytest.raises(ValueError, match=words):
             FeatureRedraw(**options)

@@ -22,9 +22,19 @@ def check_single(loaders: Any) -> None:
 
 
 def check_even(trainer: pl.Trainer) -> None:
-    """Raise ValueError if the processes have different numbers of batches: one would wait for the others for ever."""
+    """Raise ValueError if the processes read the same batches, or different numbers of them.
+
+    With different numbers, one would wait for the others for ever.
+    """
     if trainer.world_size == 1:
         return
+    sampler, share = getattr(trainer.train_dataloader, "sampler", None), trainer.distributed_sampler_kwargs or {}
+    for name, number in share.items():
+        if (given := getattr(sampler, name, number)) != number:
+            raise ValueError(
+                f"the sampler of train_dataloader has {name}={given}, but the trainer needs {number}, or processes "
+                "read the same batches; give trainer.fit the data module, or a sampler made with this number"
+            )
     for name, numbers in (("training", [trainer.num_training_batches]), ("validation", trainer.num_val_batches)):
         counts = _gathered(trainer, [float(number) for number in numbers])
         if not bool((counts == counts[0]).all()):

@@ -76,7 +76,10 @@ def test_data_that_come_again_are_announced(tmp_path: Path):
 def test_processes_with_different_numbers_of_batches_are_named(monkeypatch: pytest.MonkeyPatch):
     """Before training if loaders have lengths, else at the last batch of the shorter one."""
     epoch_loop = SimpleNamespace(batch_idx=8, batch_progress=SimpleNamespace(is_last_batch=True))
+    sampler = SimpleNamespace(num_replicas=2, rank=1)
     run: Any = SimpleNamespace(world_size=2, num_training_batches=13, num_val_batches=[3, 2])
+    run.train_dataloader = SimpleNamespace(sampler=sampler)
+    run.distributed_sampler_kwargs = {"num_replicas": 2, "rank": 1}
     run.fit_loop = SimpleNamespace(epoch_loop=epoch_loop)
     of_both: list[list[float]] = []
     run.strategy = SimpleNamespace(
@@ -87,6 +90,9 @@ def test_processes_with_different_numbers_of_batches_are_named(monkeypatch: pyte
     with pytest.raises(ValueError, match="numbers of training batches: process 0 has 13, process 1 has 12"):
         loaders.check_even(run)
     with pytest.raises(ValueError, match=r"numbers of validation batches: process 0 has 3 \+ 2, process 1 has 3 \+ 3"):
+        loaders.check_even(run)
+    sampler.rank = 0
+    with pytest.raises(ValueError, match="train_dataloader has rank=0, but the trainer needs 1"):
         loaders.check_even(run)
     loaders.check_end(run)  # its loaders have lengths
     run.num_training_batches = float("inf")

@@ -13,14 +13,8 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 
+from lit_effattn.callbacks import lightning_internals as internals
 from lit_effattn.callbacks import resume_point
-from lit_effattn.callbacks.lightning_internals import (
-    epoch_is_whole,
-    is_accumulating,
-    logged_step,
-    logs_this_step,
-    metrics_to_log,
-)
 from lit_effattn.checkpoints.files import remove, remove_parts
 from lit_effattn.checkpoints.runs import LAST, PREVIOUS, kept_checkpoints, kept_name
 from lit_effattn.checks import at_least
@@ -184,7 +178,7 @@ class LastCheckpoint(Checkpoint):
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Save at the end of the epoch."""
         by_epoch = self.keep > 0 and self.keep_every_n_train_steps is None
-        self.save(trainer, keep=by_epoch and epoch_is_whole(trainer))
+        self.save(trainer, keep=by_epoch and internals.epoch_is_whole(trainer))
 
     def on_save_checkpoint(self, trainer: pl.Trainer, pl_module: Any, checkpoint: dict[str, Any]) -> None:
         """Add the resume point, the latest metrics, and those of this step or epoch, which are logged later."""
@@ -192,9 +186,9 @@ class LastCheckpoint(Checkpoint):
             return
         logged: dict[str, Any] = {"metrics": convert_tensors_to_scalars(dict(trainer.callback_metrics))}
         after_step, after_epoch = resume_point.within_step(trainer), resume_point.within_epoch_end(trainer)
-        if after_epoch or (after_step and logs_this_step(trainer)):
-            logged["of_step"] = convert_tensors_to_scalars(metrics_to_log(trainer))
-            logged["step"] = logged_step(trainer) - after_epoch
+        if after_epoch or (after_step and internals.logs_this_step(trainer)):
+            logged["of_step"] = convert_tensors_to_scalars(internals.metrics_to_log(trainer))
+            logged["step"] = internals.logged_step(trainer) - after_epoch
         checkpoint[LOGGED_KEY] = logged
         resume_point.mark(checkpoint["loops"], trainer)
 
@@ -209,7 +203,7 @@ class LastCheckpoint(Checkpoint):
 
     def _finish_step(self, trainer: pl.Trainer) -> None:
         """Postpone a stop to the end of the optimiser step, since a checkpoint has no gradients."""
-        if is_accumulating(trainer):
+        if internals.is_accumulating(trainer):
             self._stop_after_step |= trainer.should_stop
             trainer.should_stop = False
         elif self._stop_after_step:

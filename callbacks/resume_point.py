@@ -22,13 +22,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 
-from lit_effattn.callbacks.lightning_internals import (
-    advance_logged_step,
-    epoch_is_whole,
-    forget_validation,
-    is_accumulating,
-    is_validation_due,
-)
+from lit_effattn.callbacks import lightning_internals as internals
 
 _ZERO = {"ready": 0, "started": 0, "processed": 0, "completed": 0}
 _IN_VALIDATION = {"total": {**_ZERO, "ready": 1, "started": 1}, "current": dict(_ZERO), "is_last_batch": False}
@@ -53,9 +47,9 @@ def can_resume(trainer: pl.Trainer) -> bool:
     False within an accumulation of gradients, since a checkpoint has no gradients. Also False after an epoch's last
     batch if no validation follows: the end of the epoch comes next, and a resumed run does not repeat it.
     """
-    if is_accumulating(trainer):
+    if internals.is_accumulating(trainer):
         return False
-    return trainer.validating or not epoch_is_whole(trainer) or is_validation_due(trainer)
+    return trainer.validating or not internals.epoch_is_whole(trainer) or internals.is_validation_due(trainer)
 
 
 def mark(loops: dict[str, Any], trainer: pl.Trainer) -> None:
@@ -65,15 +59,15 @@ def mark(loops: dict[str, Any], trainer: pl.Trainer) -> None:
     # The total number of validated batches depends on the validations that an interrupted run repeats. It is not used.
     state["epoch_loop.val_loop.batch_progress"]["total"] = dict(_ZERO)
     if trainer.validating or within_step(trainer):
-        follows = is_validation_due(trainer)
+        follows = internals.is_validation_due(trainer)
         _set(batches, completed=0 if follows else -1)
         if follows:
             state["epoch_loop.val_loop.batch_progress"] = _IN_VALIDATION
     elif epochs["total"]["started"] == epochs["total"]["processed"]:
-        if epoch_is_whole(trainer):
+        if internals.epoch_is_whole(trainer):
             _end_epoch(state)
         elif batches["current"]["ready"] > 0:
-            _continue_epoch(state, stepped=not is_accumulating(trainer))
+            _continue_epoch(state, stepped=not internals.is_accumulating(trainer))
 
 
 def _end_epoch(state: dict[str, Any]) -> None:
@@ -104,7 +98,7 @@ def restore(trainer: pl.Trainer) -> None:
     if epoch_loop.restarting and epoch_loop.batch_progress.current.ready == 0:
         epoch_loop.restarting = False
     validation = epoch_loop.val_loop
-    forget_validation(trainer)
-    if epoch_loop.restarting and validation.restarted_mid_evaluation and not is_validation_due(trainer):
-        advance_logged_step(trainer)  # the resumed run does not validate: Lightning would not count the last step
+    internals.forget_validation(trainer)
+    if epoch_loop.restarting and validation.restarted_mid_evaluation and not internals.is_validation_due(trainer):
+        internals.advance_logged_step(trainer)  # without a validation, Lightning would not count the last step
     validation.batch_progress.total.reset()  # else a later checkpoint has the counters of `_IN_VALIDATION`

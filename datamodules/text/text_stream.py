@@ -13,16 +13,8 @@ from lit_effattn.datamodules.common.sampling import processes
 from lit_effattn.datamodules.common.splits import PURPOSES, SPLITS_OF
 from lit_effattn.datamodules.common.store import default_cache
 from lit_effattn.datamodules.text import sources as text_sources
+from lit_effattn.datamodules.text import streams
 from lit_effattn.datamodules.text.sources import TextSource
-from lit_effattn.datamodules.text.streams import (
-    EpochInOrder,
-    InOrder,
-    ShuffledStreams,
-    ShuffledWholeDocuments,
-    StreamLoader,
-    TokenStreams,
-    WholeDocuments,
-)
 from lit_effattn.datamodules.text.token_store import TokenStore
 from lit_effattn.datamodules.text.tokenization import tokenized
 from lit_effattn.datamodules.text.tokenizers import (
@@ -116,7 +108,7 @@ class TextStream(DataModule):
         ValueError: If an argument is out of its range or does not apply to the source.
     """
 
-    _loader = StreamLoader
+    _loader = streams.StreamLoader
 
     def __init__(
         self,
@@ -261,12 +253,12 @@ class TextStream(DataModule):
         ):
             rank_zero_warn(f"{self._options['root']}: {len(faults)} left out:\n  {faults}")
 
-    def _batches(self, split: str, training: bool) -> tuple[TokenStreams, InOrder]:
+    def _batches(self, split: str, training: bool) -> tuple[streams.TokenStreams, streams.InOrder]:
         segment_len = self.segment_len if training else self.eval_segment_len
-        streams = self._streams(split, segment_len, self.batch_size if training else self.eval_batch_size)
-        return streams, (EpochInOrder if isinstance(streams, ShuffledStreams) else InOrder)(streams)
+        data = self._streams(split, segment_len, self.batch_size if training else self.eval_batch_size)
+        return data, (streams.EpochInOrder if isinstance(data, streams.ShuffledStreams) else streams.InOrder)(data)
 
-    def _streams(self, split: str, segment_len: int, batch_size: int) -> TokenStreams:
+    def _streams(self, split: str, segment_len: int, batch_size: int) -> streams.TokenStreams:
         documents = self._store.split(split)
         options: dict[str, Any] = {
             "start": self._tokenizer.start,
@@ -279,8 +271,8 @@ class TextStream(DataModule):
         }
         whole = self.documents == "whole"
         if split != "train" or self.shuffle_seed is None:
-            return (WholeDocuments if whole else TokenStreams)(documents, documents.borders, **options)
-        shuffled = ShuffledWholeDocuments if whole else ShuffledStreams
+            return (streams.WholeDocuments if whole else streams.TokenStreams)(documents, documents.borders, **options)
+        shuffled = streams.ShuffledWholeDocuments if whole else streams.ShuffledStreams
         return shuffled(documents, shuffle_seed=self.shuffle_seed, **options)
 
     def state_dict(self) -> dict[str, str]:

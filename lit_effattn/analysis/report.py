@@ -14,20 +14,11 @@ from typing import Any
 import torch
 
 from lit_effattn.analysis import page as html
+from lit_effattn.analysis import report_samples
 from lit_effattn.analysis.attention_pictures import attention_pictures
 from lit_effattn.analysis.charts import charts
 from lit_effattn.analysis.compare import names_of
 from lit_effattn.analysis.records import RunRecord, read_config, read_run
-from lit_effattn.analysis.report_samples import (
-    OneSequence,
-    filled_rows,
-    first_sequence,
-    records,
-    rows,
-    test_data,
-    token_bits,
-    write_samples,
-)
 from lit_effattn.analysis.tables import Table
 from lit_effattn.checkpoints.files import whole
 from lit_effattn.checkpoints.printable import printable
@@ -176,12 +167,13 @@ def _of_checkpoint(
     if checkpoint is not None and model is not None:
         with model.in_evaluation():
             with _remark(remarks, "No test data"):
-                data = test_data(checkpoint)
-                sequence = first_sequence(model, data, length, carried="MemoryCarry" in run.settings.values())
+                data = report_samples.test_data(checkpoint)
+                carried = "MemoryCarry" in run.settings.values()
+                sequence = report_samples.first_sequence(model, data, length, carried=carried)
             if n:
                 parts += _samples(model, data, n, remarks)
             if sequence is not None:
-                if n and (scored := token_bits(model, sequence)):
+                if n and (scored := report_samples.token_bits(model, sequence)):
                     tokens = html.token_bits(scored, spaced=getattr(model, "tokenizer", None) is None)
                     parts += [html.heading("Tokens of a test sequence", 3), tokens]
                 attention = _attention(model, sequence)
@@ -214,13 +206,13 @@ def _samples(model: Task, data: Any, n: int, remarks: list[str]) -> list[str]:
         if data is not None:
             with _remark(remarks, "No predictions"):
                 batch = next(iter(data.test_dataloader()))
-                batch = rows(batch, filled_rows(batch, n))
+                batch = report_samples.rows(batch, report_samples.filled_rows(batch, n))
                 (folder / "predicted").mkdir()
                 with torch.no_grad():
                     model.write_predictions([model.predict_step(batch)], folder / "predicted")
                 parts += html.cards("Test items", list(output_figures(folder / "predicted")))
         with _remark(remarks, "Nothing drawn"):
-            remarks += write_samples(model, data, n, folder)
+            remarks += report_samples.write_samples(model, data, n, folder)
         samples = [figure for drawn in sorted(folder.glob("drawn_*")) for figure in output_figures(drawn)]
         return parts + html.cards("Drawn from the model", samples)
 
@@ -229,7 +221,7 @@ def output_figures(folder: Path) -> Iterator[str]:
     """Yield figures of what a task wrote into `folder`: predictions with their pictures, tables, pictures, texts."""
     shown = set()
     for path in sorted(folder.glob("*.jsonl")):
-        for entry in records(path):
+        for entry in report_samples.records(path):
             picture, name = folder / entry.pop("picture", ""), next(iter(entry.values()), "")
             values = html.pairs(entry, "", "")
             is_file = picture.is_file() and picture.parent == folder
@@ -250,7 +242,7 @@ def _number(value: str) -> Any:
     return value
 
 
-def _attention(model: Any, sequence: OneSequence) -> list[str]:
+def _attention(model: Any, sequence: report_samples.OneSequence) -> list[str]:
     remarks: list[str] = []
     parts = [html.heading("Attention")]
     with _remark(remarks, "Not drawn"):

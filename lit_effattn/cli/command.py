@@ -23,19 +23,7 @@ from lightning.pytorch.strategies import ModelParallelStrategy
 from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_only, rank_zero_warn
 
-import lit_effattn.attention
-import lit_effattn.attention.positions
-import lit_effattn.distributed.strategies
-import lit_effattn.nn.adaptive
-import lit_effattn.nn.front_ends
-import lit_effattn.nn.heads
-import lit_effattn.nn.lstm
-import lit_effattn.nn.transformer
-import lit_effattn.tasks.ctc
-import lit_effattn.tasks.optimizers
-import lit_effattn.tasks.schedules
-
-# These imports make the classes known by their short names in YAML and flags.
+# These imports make the classes known by their short names in YAML and flags. That of `tasks` does so for models.
 from lit_effattn import callbacks, datamodules
 from lit_effattn.callbacks.lightning_internals import leave_signals_alone
 from lit_effattn.checkpoints.averaging import average_parameters
@@ -51,6 +39,7 @@ from lit_effattn.cli.help import class_help
 from lit_effattn.cli.parser import Parser, integers_first
 from lit_effattn.cli.prepare import prepare
 from lit_effattn.cli.threads import few_threads
+from lit_effattn.distributed import strategies
 from lit_effattn.distributed.sharding import ShardedStrategy
 from lit_effattn.hparams import flat
 from lit_effattn.nn.transfer import begin_transfer
@@ -59,30 +48,15 @@ from lit_effattn.settings.building import Builder, build_data
 from lit_effattn.settings.defaults import TRAINER
 from lit_effattn.settings.derived import leave_out, set_strides, set_windows
 from lit_effattn.settings.initial_weights import add_missing, remedy
-from lit_effattn.settings.resume import (
-    CHECKPOINT,
-    OF_FIT,
-    check_kept_settings,
-    fixed_by_data,
-    is_child,
-    resolve,
-    section,
-)
-from lit_effattn.settings.run_folder import RUN, Configuration, is_first, run_folder, stated_root
+from lit_effattn.settings.resume import CHECKPOINT, OF_FIT, check_kept_settings, fixed_by_data, resolve, section
+from lit_effattn.settings.run_folder import RUN, Configuration, is_child, is_first, run_folder, stated_root
 from lit_effattn.settings.tools import ROOT, TRUST
-from lit_effattn.settings.trainer import (
-    Trainer,
-    announce_if_never_validated,
-    as_list,
-    check_trainer,
-    loggers,
-    own_loggers,
-)
+from lit_effattn.settings.trainer import Trainer, announce_unvalidated, as_list, check_trainer, loggers, own_loggers
 from lit_effattn.settings.yaml_text import dump_yaml, load_yaml
 from lit_effattn.tasks import Task
 from lit_effattn.tasks.options import flags
 
-__all__ = ["CLI", "callbacks", "datamodules", "lit_effattn", "run"]
+__all__ = ["CLI", "callbacks", "datamodules", "run", "strategies"]
 
 register_type(torch.device, str, torch.device)  # else a configuration has a remark in place of a device
 
@@ -381,7 +355,7 @@ class CLI(LightningCLI):
             folder, is_new = run_folder(str(self.subcommand), self.resolved.checkpoint, folder)
             self._new_folder = folder if is_new else None
         if self.subcommand == "fit" and not quiet:
-            announce_if_never_validated(config)
+            announce_unvalidated(config)
             if not is_child() and is_first():
                 self._lock = RunLock(folder)
         kwargs["default_root_dir"] = str(folder)

@@ -107,7 +107,7 @@ def check_trainer(config: Any, command: str) -> None:
         raise ValueError(f"--trainer.devices {config.devices}: give a number of devices, a list of them, or auto")
 
 
-def announce_if_never_validated(config: Any) -> None:
+def announce_unvalidated(config: Any) -> None:
     """Print a line if training ends before its first validation, which is what saves best.ckpt."""
     every, n_batches = config.val_check_interval, config.max_steps * config.accumulate_grad_batches
     if isinstance(every, int) and config.limit_val_batches != 0 and 0 <= n_batches < every:

@@ -313,8 +313,8 @@ def test_a_page_has_the_memory_of_evaluation(monkeypatch: pytest.MonkeyPatch):
     lengths = []
     tokens = torch.arange(4).view(1, 4)
     monkeypatch.setattr(Task, "load_from_checkpoint", lambda *_, **__: model)
-    monkeypatch.setattr(report, "test_data", lambda _: loader(TokenBatch(tokens, tokens)))
-    monkeypatch.setattr(report, "token_bits", lambda *_: lengths.append(xl.mem_len))
+    monkeypatch.setattr(report.report_samples, "test_data", lambda _: loader(TokenBatch(tokens, tokens)))
+    monkeypatch.setattr(report.report_samples, "token_bits", lambda *_: lengths.append(xl.mem_len))
     report._of_checkpoint(Path(), Path("best.ckpt"), RunRecord(Path(), {}), 1, 4, ())
     assert (lengths, xl.mem_len) == ([7], 2)
 

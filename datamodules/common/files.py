@@ -222,12 +222,7 @@ _KINDS = (
 
 
 class Encoding(NamedTuple):
-    """The form in which a file holds a text in UTF-8.
-
-    Attributes:
-        compressed: Whether it is compressed with gzip.
-        marked: Whether the text begins with a byte-order mark.
-    """
+    """The form in which a file holds a text in UTF-8: compressed with gzip or not, with a byte-order mark or not."""
 
     compressed: bool
     marked: bool

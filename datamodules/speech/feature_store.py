@@ -25,14 +25,7 @@ _QUICK = 500  # fewer utterances show no progress bar
 
 
 class FeatureReader(NamedTuple):
-    """Reads a recording and computes its features.
-
-    Attributes:
-        filterbanks: Computes the features.
-        min_seconds: Shortest accepted recording.
-        max_seconds: Longest accepted recording.
-        upsample: Whether recordings of a lower sampling rate are accepted.
-    """
+    """Reads a recording and computes its features. Lower sampling rates are accepted with `upsample`."""
 
     filterbanks: Filterbanks
     min_seconds: float

@@ -25,32 +25,21 @@ TIMIT_48 = tuple(_48.split())
 """The training phones of TIMIT: Lee & Hon 1989, "Speaker-independent phone recognition using hidden Markov models",
 table 1."""
 
-_TO_48 = {
+TIMIT_61: dict[str, str | None] = {
+    **{phone: phone for phone in TIMIT_48 if phone not in ("cl", "sil", "vcl")},
     **{"ax-h": "ax", "axr": "er", "em": "m", "eng": "ng", "hv": "hh", "nx": "n", "ux": "uw", "h#": "sil", "pau": "sil"},
     **dict.fromkeys(("bcl", "dcl", "gcl"), "vcl"),
     **dict.fromkeys(("kcl", "pcl", "tcl"), "cl"),
+    "q": None,
 }
-_TO_39 = {
+"""The training phones of TIMIT's 61 labels. None: the glottal stop q is deleted."""
+
+TIMIT_39 = {
+    **{phone: phone for phone in TIMIT_48},
     **{"ao": "aa", "ax": "ah", "el": "l", "en": "n", "ix": "ih", "zh": "sh"},
     **dict.fromkeys(("cl", "epi", "vcl"), "sil"),
 }
-
-
-def timit_48(label: str) -> str | None:
-    """Map one of TIMIT's 61 labels to the 48 phones; None for the glottal stop q, which is deleted.
-
-    Raises:
-        KeyError: If the label is not one of the 61.
-    """
-    return None if label == "q" else _TIMIT_61[label]
-
-
-def timit_39(phone: str) -> str:
-    """Map one of the 48 phones to the 39 used for scoring. All silences and closures become sil."""
-    return _TO_39.get(phone, phone)
-
-
-_TIMIT_61 = {phone: phone for phone in TIMIT_48 if phone not in ("cl", "sil", "vcl")} | _TO_48
+"""The phones, 39 different ones, as which the 48 are scored. All silences and closures become sil."""
 
 # ------------------------------------------------------------------------------------------------------------ espeak
 

@@ -5,7 +5,7 @@ from pathlib import Path
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from lit_effattn.datamodules.common.files import regular, walk
-from lit_effattn.datamodules.speech.phonemes import TIMIT_48, timit_39, timit_48
+from lit_effattn.datamodules.speech.phonemes import TIMIT_39, TIMIT_48, TIMIT_61
 from lit_effattn.datamodules.speech.utterances import SpeechCorpus, Utterance
 
 _DEVELOPMENT = (
@@ -41,7 +41,7 @@ class TimitCorpus(SpeechCorpus):
 
     phones = TIMIT_48
     """The 48 training phones."""
-    folded = tuple(timit_39(phone) for phone in TIMIT_48)
+    folded = tuple(TIMIT_39.values())
     """The phone that each phone is scored as, 39 different ones."""
 
     def __init__(self, root: str) -> None:
@@ -115,7 +115,7 @@ def _read_labels(path: Path) -> tuple[str, ...]:
     for number, line in enumerate(regular(path).read_text(encoding="utf-8", errors="replace").splitlines(), 1):
         try:
             _, _, label = line.split()
-            phone = timit_48(label)
+            phone = TIMIT_61[label]
         except (ValueError, KeyError) as error:
             raise ValueError(f"{path}:{number}: {line!r} is not like '3050 4559 sh', with one of TIMIT's 61") from error
         if phone is not None:

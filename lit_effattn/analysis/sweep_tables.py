@@ -12,13 +12,7 @@ from lit_effattn.analysis.tables import Spread, Table, from_columns
 
 
 class Cell(NamedTuple):
-    """One run of a sweep.
-
-    Attributes:
-        kind: Name of the attention, with its options.
-        rate: Learning rate.
-        seed: Seed of the initial weights and of the order of the data.
-    """
+    """One run of a sweep: an attention with its options, a learning rate, and a seed of the weights and the data."""
 
     kind: str
     rate: float

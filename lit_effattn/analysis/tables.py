@@ -12,13 +12,7 @@ from lit_effattn.checkpoints.printable import printable, table_cell
 
 
 class Table(NamedTuple):
-    """Rows under a header.
-
-    Attributes:
-        title: The title.
-        header: Names of the columns.
-        rows: Their values; None is an empty cell.
-    """
+    """Rows under a header, the names of the columns. None is an empty cell."""
 
     title: str
     header: Sequence[str]

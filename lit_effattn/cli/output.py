@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import threading
 import warnings
-from typing import Any
 
 from lit_effattn.checkpoints.printable import PrintableRecords, printable
 
@@ -40,7 +39,8 @@ def quieten() -> None:
         ".*is smaller than the logging interval.*",  # steps are counted across epochs, so metrics are logged
     ):
         warnings.filterwarnings("ignore", message)
-    warnings.formatwarning = _warning
+    # As one line, without its place in the code.
+    warnings.formatwarning = lambda message, *_, **__: f"warning: {printable(str(message))}\n"
     for name in ("lightning.pytorch", "lightning.fabric", "lightning"):
         for handler in logging.getLogger(name).handlers:
             if not any(isinstance(known, PrintableRecords) for known in handler.filters):
@@ -58,11 +58,6 @@ def _for_users(record: logging.LogRecord) -> bool:
     if "that has Tensor Cores" in message:
         record.msg, record.args = _TENSOR_CORES, ()
     return not any(remark in message for remark in _REMARKS)
-
-
-def _warning(message: Warning | str, category: type[Warning], *where: Any, **line: Any) -> str:
-    """Return a warning as one line, without its place in the code."""
-    return f"warning: {printable(str(message))}\n"
 
 
 def _report_thread(failed: threading.ExceptHookArgs) -> None:

@@ -21,6 +21,7 @@ from lit_effattn.checkpoints.trust import find, imported, may_name_modules
 from lit_effattn.hparams import defaults, flat, subclasses
 from lit_effattn.settings.arguments import Arguments
 from lit_effattn.settings.run_folder import is_child, root_of, stated_root
+from lit_effattn.settings.trainer import as_list
 from lit_effattn.settings.yaml_text import dump_yaml
 from lit_effattn.tasks import Task
 
@@ -162,8 +163,7 @@ def _of_command(config: dict[str, Any], checkpoint: Path, arguments: Arguments, 
         if (run := run_of(checkpoint)) is not None and not arguments.stated.given("trainer.default_root_dir"):
             trainer = {**trainer, "default_root_dir": short(run.parent)}
     else:
-        callbacks = trainer.get("callbacks") or []
-        callbacks = [c for c in (callbacks if isinstance(callbacks, list) else [callbacks]) if _scores(c)]
+        callbacks = [callback for callback in as_list(trainer.get("callbacks")) if _scores(callback)]
         names = (*_OF_SCORING, *(["logger"] if trainer.get("logger") is False else []))
         trainer = {name: trainer[name] for name in names if name in trainer}
         trainer |= {"callbacks": callbacks} if callbacks else {}
@@ -259,8 +259,7 @@ def _canonical(spec: Any) -> Any:
 
 
 def _early_stopping(settings: dict[str, Any]) -> list[dict[str, Any]]:
-    given = section(settings, "trainer").get("callbacks") or []
-    given = given if isinstance(given, list) else [given]
+    given = as_list(section(settings, "trainer").get("callbacks"))
     kinds = [(imported(str(c.get("class_path"))), section(c, "init_args")) for c in given]
     return [options for kind, options in kinds if kind is not None and issubclass(kind, pl.callbacks.EarlyStopping)]
 

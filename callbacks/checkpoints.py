@@ -79,6 +79,12 @@ class LastCheckpoint(Checkpoint):
         self._stop_after_step = False
         self._metrics: dict[str, float] = {}  # from the checkpoint that is resumed
         self._to_log: tuple[dict[str, float], int] | None = None
+        self._best: BestCheckpoint | None = None
+
+    @property
+    def best_model_path(self) -> str:
+        """The path of `best.ckpt`, which Lightning's `ckpt_path="best"` reads; empty if there is none."""
+        return "" if self._best is None else self._best.best_model_path
 
     def path(self, trainer: pl.Trainer) -> Path:
         """Return the path of `last.ckpt`, in `checkpoints` in the run's folder."""
@@ -128,6 +134,7 @@ class LastCheckpoint(Checkpoint):
         if self.save_top_k > 1:
             added.append(BestCheckpoint(folder, "top_{step:08d}", monitor, self.save_top_k, key="TopCheckpoints"))
         if not any(isinstance(c, BestCheckpoint) and c.dirpath == best.dirpath for c in trainer.checkpoint_callbacks):
+            self._best = best
             trainer.callbacks += added  # type: ignore[attr-defined]  # which this hook then reaches, too
 
     def finish(self, trainer: pl.Trainer) -> None:

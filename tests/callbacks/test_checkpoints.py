@@ -352,6 +352,8 @@ def test_the_best_are_kept_without_the_command_too(tmp_path: Path):
         ["last.ckpt", "previous.ckpt", "best.ckpt", "top_00000004.ckpt", "top_00000006.ckpt"]
     )
     assert read_checkpoint(tmp_path / "checkpoints" / "best.ckpt")["global_step"] == 4
+    run.validate(Scored(), loader(1), ckpt_path="best", verbose=False)
+    assert run.ckpt_path == str(tmp_path / "checkpoints" / "best.ckpt")
     last = tmp_path / "checkpoints" / "last.ckpt"
     trainer(tmp_path, [keep], max_epochs=4).fit(Scored(), loader(2), loader(1), ckpt_path=last)
     assert read_checkpoint(tmp_path / "checkpoints" / "best.ckpt")["global_step"] == 4

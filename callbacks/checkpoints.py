@@ -16,7 +16,7 @@ from torch import Tensor
 from lit_effattn.callbacks import lightning_internals as internals
 from lit_effattn.callbacks import resume_point
 from lit_effattn.checkpoints.files import remove, remove_parts
-from lit_effattn.checkpoints.runs import LAST, PREVIOUS, kept_checkpoints, kept_name
+from lit_effattn.checkpoints.runs import LAST, PREVIOUS, is_checkpoint, kept_checkpoints, kept_name, short
 from lit_effattn.checks import at_least
 from lit_effattn.distributed.sharding import ShardedStrategy
 
@@ -164,6 +164,11 @@ class LastCheckpoint(Checkpoint):
         if trainer.is_global_zero and not getattr(trainer, "fast_dev_run", False):
             last = self.path(trainer)
             remove_parts(last.parent)
+            if trainer.global_step == 0 and is_checkpoint(last):
+                rank_zero_warn(
+                    f"{short(last)} of an earlier run will be replaced; to go on from it, call trainer.fit with "
+                    f"ckpt_path={short(last)!r}, or give this run another default_root_dir"
+                )
             if trainer.ckpt_path is not None and Path(trainer.ckpt_path) == last.with_name(PREVIOUS) and last.exists():
                 remove(last.with_name(SET_ASIDE))
                 last.replace(last.with_name(SET_ASIDE))  # damaged: it must not become previous.ckpt

@@ -357,5 +357,7 @@ def test_the_best_are_kept_without_the_command_too(tmp_path: Path):
     last = tmp_path / "checkpoints" / "last.ckpt"
     trainer(tmp_path, [keep], max_epochs=4).fit(Scored(), loader(2), loader(1), ckpt_path=last)
     assert read_checkpoint(tmp_path / "checkpoints" / "best.ckpt")["global_step"] == 4
+    with pytest.warns(UserWarning, match=r"last\.ckpt of an earlier run will be replaced; .* ckpt_path='.*last\.ckpt'"):
+        trainer(tmp_path, [LastCheckpoint()], max_epochs=1).fit(Scored(), loader(2))
     with pytest.raises(ValueError, match="save_top_k=2 needs a validation"):
         trainer(tmp_path, [LastCheckpoint(save_top_k=2)], limit_val_batches=0).fit(Scored(), loader(2))

@@ -32,7 +32,6 @@ def quieten() -> None:
         ".*callbacks used to create the checkpoint need to be provided.*",  # scoring needs none
         ".*Checkpoint directory .* exists and is not empty.*",  # of a resumed run
         ".*The dirpath has changed from .*",  # of a new run from a checkpoint of another
-        ".*will be duplicated and evaluated twice.*|.*DistributedSampler.*recommended to use.*",  # ours pads nothing
         ".*is not supported by the model summary.*",  # our summary shows no size in MB
         ".*`isinstance\\(treespec, LeafSpec\\)` is deprecated.*",  # Lightning's own call
         ".*WeightAveraging doesn't support sharding.*",  # which is an error here, if the model is sharded

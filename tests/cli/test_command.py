@@ -7,6 +7,7 @@ import resource
 import signal
 import subprocess
 import tempfile
+import warnings
 from datetime import datetime, timedelta
 from pathlib import Path
 from types import SimpleNamespace
@@ -152,6 +153,13 @@ def test_on_a_gpu_a_flag_and_a_variable_are_named_for_faster_products(
     (message,) = caplog.messages
     assert "--trainer.precision bf16-mixed" in message
     assert "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE=1" in message
+
+
+def test_items_that_lightning_scores_twice_are_announced():
+    """Several processes repeat items of a user's own loader. Those of this package are sharded without."""
+    quieten()
+    warning = "Using `DistributedSampler` with the dataloaders. During `trainer.test()`, it is recommended to use …"
+    assert not any(message and message.match(warning) for _, message, *_ in warnings.filters)
 
 
 def test_generating_writes_a_picture_and_the_levels(run: Path, monkeypatch: pytest.MonkeyPatch):

@@ -10,7 +10,7 @@ import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
 from lightning.pytorch.plugins.environments import SLURMEnvironment
-from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
 from lit_effattn.callbacks.checkpoints import LastCheckpoint
 from lit_effattn.callbacks.lightning_internals import cluster_environment
@@ -20,7 +20,7 @@ from lit_effattn.stopping import Receiver, Stopped, handle
 
 
 class StopOnSignal(pl.Callback):
-    """Ends training between two steps on a signal, on all processes at the same step, so that it can be saved.
+    """Ends training between two steps on a signal, on all processes at the same step, and lets `LastCheckpoint` save.
 
     The signals are SIGTERM, Ctrl-C (SIGINT), SIGUSR1 and SIGHUP. One that was ignored when the training started, as
     `nohup` ignores SIGHUP, stays ignored. The process then exits with 128 + the signal's number. A second Ctrl-C stops
@@ -44,7 +44,10 @@ class StopOnSignal(pl.Callback):
         self._restore = [handle(None)]
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Install the signal handlers."""
+        """Install the signal handlers. Warn if other callbacks save checkpoints, but none at a signal."""
+        saving = trainer.checkpoint_callbacks
+        if saving and not any(isinstance(callback, LastCheckpoint) for callback in saving):
+            rank_zero_warn("StopOnSignal saves nothing without the callback LastCheckpoint; add it to the trainer")
         self._receiver = Receiver(self._announce)
         self._training = True
         self._restore.append(handle(self._receiver))

@@ -160,3 +160,8 @@ def test_the_next_run_is_not_stopped_by_an_old_signal(tmp_path: Path):
     again = trainer(tmp_path, [callback], max_epochs=1)
     again.fit(Tiny(), loader(4))
     assert again.global_step == 4
+
+
+def test_checkpoints_that_no_signal_saves_are_announced(tmp_path: Path):
+    with pytest.warns(UserWarning, match="StopOnSignal saves nothing without the callback LastCheckpoint"):
+        trainer(tmp_path, [StopOnSignal(), pl.callbacks.ModelCheckpoint()], max_epochs=1).fit(Tiny(), loader(1))

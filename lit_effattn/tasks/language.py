@@ -244,15 +244,21 @@ class LanguageModel(Task):
             self._n_steps = n_steps if n_steps > 0 else math.inf
 
     def on_train_batch_start(self, batch: TokenBatch, batch_idx: int) -> None:
-        """Stop intermediate losses at their fraction of the run. Warn if the backbone's memory is never used."""
+        """Stop intermediate losses at their fraction of the run."""
         if self.further is not None:
             self.further.follow(self.trainer.global_step, self._n_steps)
+        self.on_validation_batch_start(batch, batch_idx)
+
+    def on_validation_batch_start(self, batch: TokenBatch, batch_idx: int, dataloader_idx: int = 0) -> None:
+        """Warn at the second batch if the backbone's memory is not carried to it."""
         fresh = getattr(batch, "fresh", None)
         if batch_idx == 1 and self._with_memory and not self.carries and fresh is not None and not fresh.all():
             rank_zero_warn(
                 f"the batches continue each other, but {type(self._with_memory[0]).__name__} begins each with an empty "
-                "memory; add the callback MemoryCarry"
+                "memory, since no callback MemoryCarry carries it"
             )
+
+    on_test_batch_start = on_predict_batch_start = on_validation_batch_start
 
     def training_step(self, batch: TokenBatch) -> Tensor:
         """Return the loss of `objective`. Responses are removed: compiled code would be compiled again for others."""

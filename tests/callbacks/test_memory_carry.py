@@ -106,8 +106,9 @@ def test_without_it_every_segment_is_alone(tmp_path):
             for i in range(3)
         ]
     torch.testing.assert_close(torch.tensor(losses, dtype=torch.double), torch.stack([a.mean() for a in alone]))
-    with pytest.warns(UserWarning, match="TransformerXLAttention begins each with an empty memory; add the callback"):
-        trainer(tmp_path, [], max_epochs=1).fit(model(partial(TransformerXLAttention, mem_len=4)), data)
+    for stage in ("fit", "test"):
+        with pytest.warns(UserWarning, match="TransformerXLAttention begins each with an empty memory"):
+            getattr(trainer(tmp_path, [], max_epochs=1), stage)(model(partial(TransformerXLAttention, mem_len=4)), data)
 
 
 def test_a_validation_in_mid_epoch_leaves_the_memory_of_training_alone(tmp_path):

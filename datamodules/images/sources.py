@@ -229,9 +229,7 @@ def _flat(image: "Image", file: "Image") -> "Image":
     from PIL import Image
 
     if image.mode == "F" or (image.mode, file.format) == ("I", "TIFF"):  # 16 bits without sign are I;16
-        raise ValueError(
-            "its grey values are signed, floating-point or have 32 bits; save it with 8 or 16 bits a channel"
-        )
+        raise ValueError("its grey values are signed, floats or have 32 bits; save it with 8 or 16 bits a channel")
     if image.mode.startswith("I"):  # 16 bits: `convert` would clip at 255
         values = np.asarray(image)
         if 0 < (high := values.max()) < 256:

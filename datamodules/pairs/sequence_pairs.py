@@ -361,9 +361,7 @@ def _check_options(corpus: str, **options: Any) -> None:
         raise ValueError("path=None: corpus='huggingface' needs the data set's name, such as path=wmt/wmt14")
     suffixes = {name: options[name] for name in ("source_suffix", "target_suffix")}
     if len(missing := [name for name, suffix in suffixes.items() if suffix is None]) == 1:
-        raise ValueError(
-            f"{missing[0]}=None: aligned files need two suffixes, such as source_suffix=en and target_suffix=de"
-        )
+        raise ValueError(f"{missing[0]}=None: aligned files need both, such as source_suffix=en and target_suffix=de")
     if not missing and (named := [name for name in _COLUMNS if options[name] is not None]):
         raise ValueError(
             f"{named[0]}={options[named[0]]!r} does not apply to aligned files, with source_suffix and target_suffix; "

@@ -82,9 +82,7 @@ def files(
         split: partial(_paired, partial(read, *of_split, columns), columns, numbers)
         for split, of_split in paths.items()
     }
-    stats = [
-        (str(path.resolve()), path.stat().st_size, path.stat().st_mtime_ns) for part in paths.values() for path in part
-    ]
+    stats = [(str(p.resolve()), p.stat().st_size, p.stat().st_mtime_ns) for part in paths.values() for p in part]
     return PairSource("files", with_held_out(reads), [stats, sorted(paths), suffixes or columns, numbers])
 
 
@@ -107,9 +105,7 @@ def _paths(root: Path, suffixes: tuple[str, str] | None) -> dict[str, list[Path]
         for of_format in ([root / f"{name}{end}" for end in ending] for ending in endings):
             if any(path.is_file() for path in of_format):
                 if split in paths:
-                    raise ValueError(
-                        f"{of_format[0]}: {paths[split][0].name} is of {split!r}, too; remove one of the two"
-                    )
+                    raise ValueError(f"{of_format[0]}: {paths[split][0].name} is of {split!r}, too; remove one")
                 paths[split] = of_format
     if not root.is_dir():
         single = [root] if suffixes is None else [root.with_name(root.name + end) for end in endings[0]]
@@ -182,9 +178,7 @@ def with_held_out(reads: dict[str, _Pairs]) -> dict[str, _Pairs]:
 
     All pairs of a source text are thus in the same split. What is left out of train is divided by its number.
     """
-    return {
-        split: partial(_in_buckets, reads[source], buckets) for split, (source, buckets) in twentieths(reads).items()
-    }
+    return {split: partial(_in_buckets, reads[name], buckets) for split, (name, buckets) in twentieths(reads).items()}
 
 
 def _in_buckets(read: _Pairs, buckets: set[int]) -> Iterator[Pair | Fault]:

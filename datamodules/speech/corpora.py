@@ -256,9 +256,7 @@ class ManifestCorpus(SpeechCorpus):
             return pronounced(spoken, self.lexicon, str(self.manifests[split]), self.g2p)
         for line in lines:
             if line.utterance.phones is None:
-                raise ValueError(
-                    f"{line.where}: has a text, but no phonemes; give a lexicon, which turns words into phones"
-                )
+                raise ValueError(f"{line.where}: has a text, but no phonemes; give a lexicon of its words")
         return utterances
 
 
@@ -326,9 +324,8 @@ class LibriSpeechCorpus(SpeechCorpus):
         """
         if split not in self._read:
             spoken = [pair for subset in self.subsets[split] for pair in self._spoken(subset)]
-            self._read[split] = pronounced(
-                spoken, self.lexicon, f"LibriSpeech {' '.join(self.subsets[split])}", self.g2p
-            )
+            name = f"LibriSpeech {' '.join(self.subsets[split])}"
+            self._read[split] = pronounced(spoken, self.lexicon, name, self.g2p)
         return self._read[split]
 
     @property

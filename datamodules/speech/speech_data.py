@@ -194,9 +194,7 @@ class SpeechData(DataModule):
     def _of_corpus(self, split: str, name: str) -> "Split":
         utterances, features = self._read(split)
         if not utterances:
-            raise ValueError(
-                f"{type(self.corpus).__name__} has no utterances of {split!r}; check how it is divided into splits"
-            )
+            raise ValueError(f"{type(self.corpus).__name__} has no utterances of {split!r}; check its splits")
         labels = _Labels(self.corpus.phones)
         mislabelled, faults = labels.faults(utterances), features.readings.faults
         if name != "predict":

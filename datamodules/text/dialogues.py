@@ -147,9 +147,7 @@ class DialogueStreams(TokenStreams):
         all_passages = [passage for conversation in conversations for passage in conversation]
         lengths = passages.lengths() + 1  # with the end
         if len(all_passages) != len(lengths):
-            raise ValueError(
-                f"{len(all_passages)} passages have {len(lengths)} texts with tokens; every passage needs one"
-            )
+            raise ValueError(f"{len(all_passages)} passages have {len(lengths)} texts with tokens; each needs one")
         borders = np.concatenate([[0], np.cumsum(lengths)])
         tokens = np.full(borders[-1], start, np.promote_types(passages.rows.dtype, np.min_scalar_type(start)))
         is_text = np.ones(len(tokens), bool)

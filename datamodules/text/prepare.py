@@ -144,9 +144,7 @@ def prepare(
             settings = {**plan["settings"], "splits": splits}
             return write_manifest(folder, _tokenizer(folder), settings, len(of_shards)), left_out
     except Timeout as error:
-        raise ValueError(
-            f"{folder} is being prepared by another process; wait for it, or use another folder"
-        ) from error
+        raise ValueError(f"{folder} is being prepared by another process; wait, or use another folder") from error
 
 
 def _inputs(source: Path) -> tuple[dict[str, list[str]], Faults]:

@@ -130,9 +130,7 @@ def benchmark(name: str, root: Path, *, whole_characters: bool, max_bytes: int |
             "its folder with root). source='stdlib' needs no download."
         )
     if (size := (root / name).stat().st_size) != _BENCHMARK_BYTES:
-        rank_zero_warn(
-            f"{root / name} has {size:,} bytes instead of {_BENCHMARK_BYTES:,}: scores do not compare with papers"
-        )
+        rank_zero_warn(f"{root / name} has {size:,} bytes, not {_BENCHMARK_BYTES:,}: scores do not compare with papers")
     return one_file(name, root / name, whole_characters=whole_characters, max_bytes=max_bytes)
 
 
@@ -258,9 +256,7 @@ def _start(path: Path) -> int:
 def _split_by_name(files: list[_Part], max_bytes: int | None = None) -> dict[str, list[_Part]]:
     order = [files[i] for i in fixed_order(file.name for file in files)]
     if max_bytes is not None:
-        order = [
-            file for file, total in zip(order, accumulate(f.stop for f in order), strict=True) if total <= max_bytes
-        ]
+        order = [file for file, end in zip(order, accumulate(f.stop for f in order), strict=True) if end <= max_bytes]
     if len(order) < len(SPLITS):
         limit = "" if max_bytes is None else f" within max_bytes={max_bytes}"
         raise ValueError(

@@ -248,10 +248,9 @@ class TextStream(DataModule):
         shared = self._store.n_shared if self.source in ("files", "huggingface") else {}
         for split, n in ((split, n) for split, n in shared.items() if n and split in SPLITS_OF[stage]):
             rank_zero_warn(f"{self.source}: {n:,} documents of {split!r} are in the training text, too")
-        if self.source == "files" and (
-            faults := text_sources.unread(Path(self._options["root"]), self._options["glob"])
-        ):
-            rank_zero_warn(f"{self._options['root']}: {len(faults)} left out:\n  {faults}")
+        root, glob = self._options["root"], self._options["glob"]
+        if self.source == "files" and (faults := text_sources.unread(Path(root), glob)):
+            rank_zero_warn(f"{root}: {len(faults)} left out:\n  {faults}")
 
     def _batches(self, split: str, training: bool) -> tuple[streams.TokenStreams, streams.InOrder]:
         segment_len = self.segment_len if training else self.eval_segment_len

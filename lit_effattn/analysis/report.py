@@ -48,9 +48,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--samples", type=int, default=8, help="How many test items and drawn samples to show; 0: none. Default: 8."
     )
-    parser.add_argument(
-        "--length", type=int, default=256, help="Draw attention for at most so many positions. Default: 256."
-    )
+    parser.add_argument("--length", type=int, default=256, help="Most positions of attention pictures. Default: 256.")
     add_trust(parser)
     return parser
 
@@ -121,9 +119,7 @@ def _of_record(folder: Path, run: RunRecord) -> tuple[list[str], list[str]]:
     scores = sorted(run.final.items(), key=lambda entry: stages.index(entry[0].partition("/")[0]))
     remark = f"; {run.remark}" if run.remark else ""
     before = [html.note(Path(short(folder.resolve())).name + remark)]
-    before.append(
-        html.pairs(dict(scores), "metric", "last value") if scores else html.note("No metrics were recorded.")
-    )
+    before.append(html.pairs(dict(scores), "metric", "last value") if scores else html.note("No metrics recorded."))
     before += charts(["run"], [run])
     length = "at any length" if run.state_length is None else f"after {run.state_length:,} positions"
     cost = {

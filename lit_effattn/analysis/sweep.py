@@ -61,9 +61,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--seeds", type=int, default=3, help="Number of seeds at the best rate. Default: 3.")
     parser.add_argument("--lr", help="Rates with commas between. Default: 1/3, 1 and 3 times the configuration's.")
-    parser.add_argument(
-        "--devices", help="CUDA devices with commas between, one for each run. Default: one run at a time."
-    )
+    parser.add_argument("--devices", help="CUDA devices with commas between, one a run. Default: one run at a time.")
     parser.add_argument("--output", metavar="FOLDER", help="Default: runs/sweep_CONFIG.")
     add_trust(parser)
     return parser
@@ -173,9 +171,7 @@ class Sweep:
         recorded, self._done = read_record(folder / RECORD) if (folder / RECORD).is_file() else (flags, {})
         if recorded != flags:
             given = " ".join(recorded)
-            raise ValueError(
-                f"{folder / RECORD} is of a sweep with {given}; give these flags to continue, or another --output"
-            )
+            raise ValueError(f"{folder / RECORD} is of a sweep with {given}; give these flags, or another --output")
 
     def run(self, cells: Sequence[Cell], *, test: bool = False) -> None:
         """Train all unfinished `cells`, and with `test` also test them."""

@@ -36,9 +36,7 @@ def average_parameters(
     weights = checkpoint["state_dict"]
     names = [name for name, _ in model.named_parameters(remove_duplicate=False) if name in weights]
     # Copies: parameters that share memory would otherwise be added twice.
-    sums = {
-        name: weights[name].to(torch.promote_types(weights[name].dtype, torch.float64), copy=True) for name in names
-    }
+    sums = {n: weights[n].to(torch.promote_types(weights[n].dtype, torch.float64), copy=True) for n in names}
     for path in paths[:-1]:
         earlier = read_checkpoint(path, map_location)["state_dict"]
         for name, of_a, of_b in differences(earlier, weights):

@@ -181,9 +181,7 @@ class _Builder:
             raise NotAllowedError(f"{self.allowed.source} describes {where} by other parts than options and values")
         for name, value in taken.items():
             if name not in known:
-                raise NotAllowedError(
-                    f"{self.allowed.source} has {where}.{name}, an option that {kind.__name__} does not have"
-                )
+                raise NotAllowedError(f"{self.allowed.source} has {where}.{name}, an option that {kind.__name__} lacks")
             if name not in given:
                 arguments[name] = self.value(value, known[name].annotation, f"{where}.{name}")
         return kind, arguments

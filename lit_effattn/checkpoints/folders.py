@@ -163,9 +163,7 @@ class Parts:
         self.common = read(_real(folder / COMMON), map_location)
         about = self.common.pop(PARTS_KEY, None)
         if isinstance(about, dict) and about.get("format", _FORMAT) != _FORMAT:
-            raise ValueError(
-                f"{folder} is of format {about['format']!r}: it was saved by a newer lit-effattn; update it"
-            )
+            raise ValueError(f"{folder} is of format {about['format']!r}, of a newer lit-effattn; update it")
         try:
             self._token, self._bytes, self.own = about["token"], [int(n) for n in about["bytes"]], list(about["own"])
         except (TypeError, KeyError, ValueError):

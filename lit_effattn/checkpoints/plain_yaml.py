@@ -88,7 +88,5 @@ def _check_keys(mapping: yaml.MappingNode) -> None:
             continue
         name, line = (key.tag, key.value), key.start_mark.line + 1
         if name in lines:
-            raise RepeatedKeyError(
-                f"the key {key.value!r} is there twice, in lines {lines[name]} and {line}; join them"
-            )
+            raise RepeatedKeyError(f"the key {key.value!r} is there twice, lines {lines[name]} and {line}; join them")
         lines[name] = line

@@ -70,7 +70,5 @@ def metadata(path: Path) -> dict[str, Any]:
         raise ValueError(f"{path} is damaged or not in the safetensors format: {reason}") from error
     model = about.get("model") if isinstance(about, dict) else None
     if not isinstance(model, dict) or not isinstance(model.get("class_path"), str):
-        raise ValueError(
-            f"{path} does not describe its model: `lit-effattn export --format safetensors` writes files that do"
-        )
+        raise ValueError(f"{path} does not describe its model: write it by `lit-effattn export --format safetensors`")
     return dict(about)

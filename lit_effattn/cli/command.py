@@ -77,9 +77,7 @@ _ABOUT_NAME = (
     "Name of the run: its folder is runs/NAME/TIME. `last` and `best` are then of the newest run of this name. "
     "Default: the configuration's name, and the classes that flags name in place of its own."
 )
-_ABOUT_AVERAGE = (
-    "Number of last kept checkpoints (--checkpoint.keep) of the run of --ckpt_path whose mean the parameters get."
-)
+_ABOUT_AVERAGE = "Number of last kept checkpoints (--checkpoint.keep) of the run of --ckpt_path that are averaged."
 _ABOUT_WEIGHTS = {
     "init_weights": "Start from the weights of this checkpoint (a path, `last`, `best` or `model:NAME`), with "
     "everything else new, for fine-tuning. To resume a run, use --ckpt_path.",
@@ -385,9 +383,7 @@ class CLI(LightningCLI):
                 "ddp, whose processes do"
             )
         if self.subcommand in ("predict", "generate") and trainer.world_size > 1:
-            raise ValueError(
-                f"{self.subcommand} runs on one process, not {trainer.world_size}: give --trainer.devices 1"
-            )
+            raise ValueError(f"{self.subcommand} runs on 1 process, not {trainer.world_size}: give --trainer.devices 1")
         leave_signals_alone(trainer)
         return trainer
 
@@ -407,27 +403,25 @@ class CLI(LightningCLI):
         return read
 
     def _standard_callbacks(self, config: Any, quiet: bool, kwargs: dict[str, Any]) -> list[pl.Callback]:
-        given = {type(callback) for callback in as_list(config.callbacks)}
+        own = {type(callback) for callback in as_list(config.callbacks)}
         standard: list[pl.Callback] = []
-        if config.enable_progress_bar is not False and not any(issubclass(t, pl.callbacks.ProgressBar) for t in given):
+        if config.enable_progress_bar is not False and not any(issubclass(t, pl.callbacks.ProgressBar) for t in own):
             standard.append(callbacks.ProgressBar())
         standard.append(callbacks.StopOnSignal())
         if self.subcommand != "fit":
             return standard
-        if config.enable_model_summary is not False and not any(
-            issubclass(t, pl.callbacks.ModelSummary) for t in given
-        ):
+        if config.enable_model_summary is not False and not any(issubclass(t, pl.callbacks.ModelSummary) for t in own):
             standard.append(callbacks.ParameterSummary())
         run = self.resolved.run
         seed_kept = run is None or run.get("seed_everything") == self.settings.get("seed_everything")
-        if callbacks.CheckFinite not in given:
+        if callbacks.CheckFinite not in own:
             standard.append(callbacks.CheckFinite())
         standard += [
             callbacks.RandomStates(restore=seed_kept),
             callbacks.CostLog(),
             Configuration(self.settings, self.arguments.typed, own_loggers(config.logger)),
         ]
-        if kwargs["logger"] and LearningRateMonitor not in given:
+        if kwargs["logger"] and LearningRateMonitor not in own:
             standard.append(LearningRateMonitor("step"))
         if config.enable_checkpointing is not False and not quiet:
             standard.append(self.config_init[self.subcommand].checkpoint)

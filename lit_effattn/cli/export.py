@@ -27,9 +27,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--format", choices=exporting.SUFFIXES, default="onnx", help="Default: onnx.")
     parser.add_argument("--output", metavar="FILE", help="Default: in the folder `exported` of the run.")
-    parser.add_argument(
-        "--max_len", type=int, help="Most positions of a stream, for attention that keeps every position."
-    )
+    parser.add_argument("--max_len", type=int, help="Most positions of a stream, for attention that keeps them all.")
     parser.add_argument("--batch_size", type=int, default=1, help="Rows of a step. Default: 1.")
     parser.add_argument(
         "--check",

@@ -43,12 +43,8 @@ def arranged(text: str, command: str, *, all_options: bool) -> str:
     shown = [root for root in order if all_options or root not in _HIDDEN]
     for root in _TITLES.keys() & by_root.keys():
         by_root[root] = re.sub(r"\A.*", f"{_TITLES[root]}:", by_root[root])
-    return (
-        "\n\n".join(
-            [usage, about, *(by_root[root] for root in shown), *([] if all_options else [_MORE.format(command)])]
-        )
-        + "\n"
-    )
+    more = [] if all_options else [_MORE.format(command)]
+    return "\n\n".join([usage, about, *(by_root[root] for root in shown), *more]) + "\n"
 
 
 def _root(group: str) -> str:

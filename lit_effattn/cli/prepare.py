@@ -28,12 +28,8 @@ def _parser() -> argparse.ArgumentParser:
         "--tokens", choices=KINDS, help="How to tokenize; characters, words and bpe are learnt. Default: bytes."
     )
     parser.add_argument("--vocab_size", type=int, help="words, bpe: size of the vocabulary.")
-    parser.add_argument(
-        "--tokenizer_of", help="A checkpoint (or model:NAME) whose tokenizer to use, in place of these."
-    )
-    parser.add_argument(
-        "--field", default="text", help="Name of the text in the lines of a .jsonl. Default: %(default)s."
-    )
+    parser.add_argument("--tokenizer_of", help="A checkpoint (or model:NAME) whose tokenizer to use in place of these.")
+    parser.add_argument("--field", default="text", help="Name of the text in a .jsonl. Default: %(default)s.")
     parser.add_argument(
         "--held_out", type=int, help="One of so many documents is for validation, one for test. Default: 200."
     )

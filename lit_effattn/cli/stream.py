@@ -50,9 +50,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--ckpt_path", default="best", help="A checkpoint: its path, or last or best of the newest run. Default: best."
     )
-    parser.add_argument(
-        "--times", action="store_true", help="A line for each phone: start in seconds, phone, confidence."
-    )
+    parser.add_argument("--times", action="store_true", help="A line a phone: start in seconds, phone, confidence.")
     parser.add_argument(
         "--normalize",
         choices=["running"],
@@ -106,9 +104,7 @@ def stream(args: list[str]) -> None:
     model = load_model(SpeechRecognizer, path, map_location="cpu", trust=given.trust, content=content)
     features = stream_features(content, short(path), given.normalize)
     if features is None:
-        raise ValueError(
-            f"{short(path)}: it has no sample_rate and n_mels of SpeechData; use a checkpoint of a training run"
-        )
+        raise ValueError(f"{short(path)}: it has no sample_rate and n_mels of SpeechData; use a checkpoint of a run")
     banks = features.filterbanks
     phones = SpeechStream(model, banks, features.normalization(), decoder)
     if given.state is not None:

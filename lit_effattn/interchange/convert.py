@@ -197,9 +197,7 @@ def _to_folder(source: Path, target: Path, trust: Sequence[str]) -> str:
     return f"{target}: {config['model_type']}, {config['dtype']}{remark}"
 
 
-_DESCRIPTION = (
-    "GPT-2 has learned positions, Llama, Mistral, Qwen2 and Qwen3 have rotary ones; all have softmax attention"
-)
+_DESCRIPTION = "GPT-2 has learned positions, Llama, Mistral, Qwen2 and Qwen3 rotary ones; all have softmax attention"
 
 
 def _config(model: LanguageModel, family: Family) -> dict[str, Any]:
@@ -254,9 +252,7 @@ def _computed(value: Any, name: str = "model") -> dict[str, Any]:
     kind = imported(value["class_path"])
     computed = {name: value["class_path"] if kind is None else _path(kind)}
     known = {} if kind is None else defaults(kind)
-    known = {
-        k: {"class_path": _path(default)} if isinstance(default, type) else default for k, default in known.items()
-    }
+    known = {k: {"class_path": _path(v)} if isinstance(v, type) else v for k, v in known.items()}
     for argument, inner in {**known, **(value.get("init_args") or {})}.items():
         if name == "model" and argument in _OF_MODEL:
             computed |= _computed(inner, argument)

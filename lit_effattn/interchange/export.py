@@ -266,9 +266,7 @@ def state_names(state: State, prefix: str = "state") -> list[str]:
     if state is None:
         return []
     fields: Sequence[Any] = getattr(state, "_fields", range(len(state)))
-    return [
-        name for field, inner in zip(fields, state, strict=True) for name in state_names(inner, f"{prefix}.{field}")
-    ]
+    return [name for field, part in zip(fields, state, strict=True) for name in state_names(part, f"{prefix}.{field}")]
 
 
 def _described(name: str, t: Tensor) -> dict[str, Any]:
@@ -276,9 +274,7 @@ def _described(name: str, t: Tensor) -> dict[str, Any]:
     first = (slice(None),) + (slice(1),) * (t.dim() - 1)
     rows = t[first]  # (B, 1, …, 1)
     if not torch.equal(t, rows.expand_as(t)):
-        raise ValueError(
-            f"{name} of the empty state has different values within a row, which the metadata can't describe"
-        )
+        raise ValueError(f"{name} of the empty state differs within a row, which the metadata can't describe")
     fill = rows.tolist() if rows.unique().numel() > 1 else rows[0].item() if t.numel() else 0
     return {"name": name, "shape": list(t.shape), "dtype": _name(t.dtype), "fill": _as_json(fill)}
 

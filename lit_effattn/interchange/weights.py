@@ -98,6 +98,4 @@ def write_tensors(tensors: Mapping[str, Tensor], folder: Path) -> None:
     """Write tensors to one file, without shared memory."""
     from safetensors.torch import save_file
 
-    save_file(
-        {name: tensor.detach().clone().contiguous() for name, tensor in tensors.items()}, folder / _WEIGHTS, _METADATA
-    )
+    save_file({name: t.detach().clone().contiguous() for name, t in tensors.items()}, folder / _WEIGHTS, _METADATA)

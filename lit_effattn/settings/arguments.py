@@ -221,9 +221,7 @@ class Arguments:
         self.flags = Settings(self._pairs)
         given = [o for o in self.options if self.command == "predict" and not (o.key or o.args[0].startswith("-"))]
         self.inputs = [option.args[0] for option in given]
-        self.remaining = [
-            arg for option in self.options if option.key not in own and option not in given for arg in option.args
-        ]
+        self.remaining = [arg for o in self.options if o.key not in own and o not in given for arg in o.args]
         if files is not None:
             self.files = files
 

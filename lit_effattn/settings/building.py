@@ -60,9 +60,7 @@ def _check_from_data(task: type[Task], arguments: Mapping[str, Any]) -> None:
     required = inspect.signature(task.__init__).parameters
     for name in task.fixed_by_data:
         if name in arguments and arguments[name] is None and required[name].default is inspect.Parameter.empty:
-            raise ValueError(
-                f"{task.__name__} takes {name} from the data, which have none: these data are for another task"
-            )
+            raise ValueError(f"{task.__name__} takes {name} from the data, which have none; use data for this task")
 
 
 def direct(value: Any) -> Any:

@@ -70,9 +70,7 @@ def remedy(model: nn.Module, weights: Mapping[str, torch.Tensor]) -> str:
             )
         unused = dict.fromkeys(name.partition(".")[0] for name in surplus if name not in _BIASES)
         if unused:
-            return (
-                f"{kind} has no {', '.join(unused)}, which the checkpoint's attention has: choose a kind that has them"
-            )
+            return f"{kind} has no {', '.join(unused)}, which the checkpoint's attention has: choose a kind with them"
     return _OPTIONS_OF_THAT_RUN
 
 

@@ -7,7 +7,7 @@ from tests.datamodules.hugging_face import fake_datasets
 @pytest.mark.parametrize("path", ["pandas", "csv", "hf://buckets/x", "https://a.b/c", "a/b/c", "../x", "none"])
 def test_builders_and_addresses_are_refused(path, monkeypatch):
     fake_datasets(monkeypatch)
-    with pytest.raises(ValueError, match=r"path=.* is neither a data set's name, owner/name .*, nor a folder"):
+    with pytest.raises(ValueError, match=r"path=.* is neither a data set's name, such as .*, nor a folder"):
         hugging_face.load("x", path, None)
 
 

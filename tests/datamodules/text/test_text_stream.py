@@ -208,7 +208,7 @@ def test_archives_are_unpacked(tmp_path):
     content = bytes(range(1, 256)) * 4 + b"text"
     with zipfile.ZipFile(tmp_path / "enwik8.zip", "w") as archive:
         archive.writestr("enwik8", content)
-    with pytest.warns(match="enwik8 has 1,024 bytes instead of 100,000,000"):
+    with pytest.warns(match="enwik8 has 1,024 bytes, not 100,000,000"):
         data = ready(source="enwik8", root=str(tmp_path), segment_len=8, batch_size=2)
     assert n_tokens(data) == {"val": 51, "test": 52}
     assert (tmp_path / "enwik8").read_bytes() == content

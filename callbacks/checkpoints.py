@@ -29,6 +29,8 @@ SET_ASIDE = "set_aside.ckpt"
 class LastCheckpoint(Checkpoint):
     """Saves `last.ckpt`, from which training resumes as if it had not been interrupted.
 
+    A model that is not a `Task` also needs the callback `RandomStates`.
+
     It is saved at the end of every epoch, after its validation, when a signal stops the run, and, if
     `every_n_train_steps` is given, within epochs: always between two optimiser steps. If something else, such as
     `max_time`, stops the run while gradients are accumulated, the run continues to the end of that optimiser step. A

@@ -14,11 +14,9 @@ from lit_effattn.datamodules.common.json_data import parse_json
 SUFFIXES = (".tsv", ".csv", ".jsonl", ".tsv.gz", ".csv.gz", ".jsonl.gz")
 """Endings of files of records. A file with another name has columns between TABs."""
 
-_COLUMN_NAMES = {
-    *("source", "target", "src", "tgt", "trg", "input", "output"),
-    *("text", "sentence", "review", "label", "class", "category", "sentiment"),
-}
-"""Names in the first row of a file, which is then not an example."""
+_SECOND_NAMES = {"target", "tgt", "trg", "output", "label", "class", "category", "sentiment"}
+_COLUMN_NAMES = {"source", "src", "input", "text", "sentence", "review"} | _SECOND_NAMES
+"""Names in the first row of a file, which is then not an example. Those of a second column are not in the first."""
 
 
 class Record(NamedTuple):
@@ -157,7 +155,8 @@ def _named(
             names = header if has_all else columns
             if twice := [column for column in columns if names.count(column) > 1]:
                 raise ValueError(f"{where}: names the column {twice[0]!r} twice; rename one of them")
-            if any(name in columns and name != expected for name, expected in zip(header, names, strict=False)):
+            misplaced = any(name in columns and name != expected for name, expected in zip(header, names, strict=False))
+            if misplaced or (not has_all and cells[0].lower() in _SECOND_NAMES):
                 raise ValueError(
                     f"{where}: the columns are {separator.join(row)}, not {separator.join(columns)}; give the options "
                     "that name the columns to read"

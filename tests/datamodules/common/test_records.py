@@ -39,8 +39,9 @@ def test_a_first_row_names_columns_in_any_order(tmp_path: Path):
             ["a", "good"],
             ["text", "label"],
         ]
-    with pytest.raises(ValueError, match=r"x\.csv:1: the columns are category,text, not text,label; give the options"):
-        texts(tmp_path / "x.csv", "category,text\ngood,a\n")
+    for header in ("category,text", "Sentiment,Review", "tgt,src"):
+        with pytest.raises(ValueError, match=rf"x\.csv:1: the columns are {header}, not text,label; give the options"):
+            texts(tmp_path / "x.csv", f"{header}\ngood,a\n")
     assert texts(tmp_path / "x.txt", "a\tgood\n") == [["a", "good"]]
     assert texts(tmp_path / "x.jsonl", '{"label": "good", "text": "a"}\n\n[]\n') == [
         *(["a", "good"], "empty", "without two texts")

@@ -1,7 +1,5 @@
 """Stopping training, or skipping steps, if the loss or a gradient is infinite or NaN."""
 
-from __future__ import annotations
-
 from collections import deque
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The checkpoints of a run: the last for resuming, some earlier ones for averaging, and the best."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

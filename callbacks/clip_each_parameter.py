@@ -1,7 +1,5 @@
 """Clipping of each parameter's gradient by its own norm."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import lightning.pytorch as pl

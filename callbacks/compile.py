@@ -1,7 +1,5 @@
 """Compilation of training steps with `torch.compile`."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import lightning.pytorch as pl

@@ -1,7 +1,5 @@
 """Logging of a run's time and memory."""
 
-from __future__ import annotations
-
 import sys
 import time
 from typing import Any

@@ -1,7 +1,5 @@
 """Periodic redrawing of random features, for attention that uses them."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import lightning.pytorch as pl

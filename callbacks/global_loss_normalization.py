@@ -1,7 +1,5 @@
 """Normalisation of the loss over all batches and processes of an optimiser step."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import lightning.pytorch as pl

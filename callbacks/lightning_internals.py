@@ -1,7 +1,5 @@
 """Every private name of Lightning's loops that callbacks and tasks use. Check this file when Lightning changes."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import lightning.pytorch as pl

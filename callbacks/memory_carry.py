@@ -1,7 +1,5 @@
 """Truncated back-propagation through time: the state is carried from batch to batch."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import lightning.pytorch as pl

@@ -1,7 +1,5 @@
 """The progress bar, and the summary of the model."""
 
-from __future__ import annotations
-
 import time
 from typing import Any
 

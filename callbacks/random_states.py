@@ -1,7 +1,5 @@
 """Saving and restoring of the random states in checkpoints."""
 
-from __future__ import annotations
-
 import random
 from typing import Any
 

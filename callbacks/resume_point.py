@@ -16,8 +16,6 @@ early stopping ended an epoch
 ==================================  ==============================================================================
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import lightning.pytorch as pl

@@ -1,7 +1,5 @@
 """Grids of generated images during training."""
 
-from __future__ import annotations
-
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Stopping on a signal, with a checkpoint."""
 
-from __future__ import annotations
-
 import signal
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """Attention pictures of a report: the weights of a model's attentions for one sequence, as PNG."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 from collections.abc import Callable, Iterator, Sequence

@@ -1,7 +1,5 @@
 """Curves of runs for a page, drawn by matplotlib as SVG in the colours of the page's CSS variables."""
 
-from __future__ import annotations
-
 import io
 from collections.abc import Sequence
 from math import isfinite

@@ -1,7 +1,5 @@
 """`lit-effattn compare`: a table of several runs, or an HTML page with their curves."""
 
-from __future__ import annotations
-
 import argparse
 import sys
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """HTML pages that load nothing when they are opened: without scripts, external files or unescaped text."""
 
-from __future__ import annotations
-
 import base64
 import html
 from collections.abc import Iterable, Mapping, Sequence

@@ -1,7 +1,5 @@
 """Read the folder of a run, as data: its configuration, log and checkpoints."""
 
-from __future__ import annotations
-
 import csv
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """`lit-effattn report`: one HTML page about a run that loads nothing when it is opened."""
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import csv

@@ -1,7 +1,5 @@
 """Samples of a report: predictions for a few test items, and samples drawn from the model."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import json

@@ -1,7 +1,5 @@
 """`lit-effattn sweep`: train several kinds of attention on the same data, each at its best learning rate."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

@@ -1,7 +1,5 @@
 """The results of a sweep: the best rate of each kind, and means and deviations over seeds."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from statistics import mean, stdev

@@ -1,7 +1,5 @@
 """Tables for the terminal, Markdown and CSV."""
 
-from __future__ import annotations
-
 import csv
 import io
 from collections.abc import Mapping, Sequence

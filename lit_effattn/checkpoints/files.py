@@ -1,7 +1,5 @@
 """Files and folders of checkpoints: written and deleted atomically, and read as data."""
 
-from __future__ import annotations
-
 import errno
 import io
 import os

@@ -1,7 +1,5 @@
 """Atomic writing and safe reading of checkpoints, and relative paths in them."""
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor

@@ -1,7 +1,5 @@
 """Building a trained model from its checkpoint."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar

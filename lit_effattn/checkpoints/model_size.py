@@ -1,7 +1,5 @@
 """Bounds on the size of a model that a file describes, checked before memory or time is spent."""
 
-from __future__ import annotations
-
 import math
 import re
 import zipfile

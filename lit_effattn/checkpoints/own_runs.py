@@ -6,8 +6,6 @@ key can't write a file that passes, and a copy that somebody sends back holds th
 can be moved and copied; a changed file is no longer the account's own.
 """
 
-from __future__ import annotations
-
 import hmac
 import os
 import re

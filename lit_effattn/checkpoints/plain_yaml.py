@@ -1,7 +1,5 @@
 """Reading YAML from untrusted files as plain data, with bounds on its length, its depth and its aliases."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import yaml

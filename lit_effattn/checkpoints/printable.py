@@ -1,7 +1,5 @@
 """Printing text from files without the characters that control a terminal or change the direction of writing."""
 
-from __future__ import annotations
-
 import logging
 import re
 

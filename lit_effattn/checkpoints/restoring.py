@@ -1,7 +1,5 @@
 """Restoring a run from a checkpoint: an error in any part is one line that names the file and the part."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial

@@ -4,8 +4,6 @@ The operating system releases the lock when its process ends, also after SIGKILL
 deleting it would let two processes lock two files of that name. `fit.holder` says who holds the lock.
 """
 
-from __future__ import annotations
-
 import errno
 import os
 import socket

@@ -10,8 +10,6 @@ one name, by default that of their configuration, are in one folder:
         tensorboard/  csv/  samples/  generated/  predictions/
 """
 
-from __future__ import annotations
-
 import os
 import re
 import shutil

@@ -4,8 +4,6 @@ A file that loads with `weights_only=True` can still hold a tensor that claims a
 itself.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The trained models that come with the package, by their names: `model:digits`. Does not import PyTorch."""
 
-from __future__ import annotations
-
 import json
 from difflib import get_close_matches
 from pathlib import Path

@@ -5,8 +5,6 @@ failed (`--max-restarts`), with the same `--rdzv-id`. A run therefore writes the
 command's arguments into its folder, and the same command in the restarted job resumes that run.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """The modules, classes and functions that the user trusts (`--trust`, `trust=`), and finding what a name means."""
 
-from __future__ import annotations
-
 import importlib
 import re
 import site

@@ -3,8 +3,6 @@
 Training can't resume from such a file, which has no optimiser state. All other commands read it as a checkpoint.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The `lit-effattn` command: its help and error messages. `cli.command`, which is slow to import, does the rest."""
 
-from __future__ import annotations
-
 import os
 import re
 import select

@@ -1,7 +1,5 @@
 """The `lit-effattn` command: a LightningCLI with a folder for each run and the configuration in checkpoints."""
 
-from __future__ import annotations
-
 import errno
 import os
 import re

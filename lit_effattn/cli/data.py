@@ -1,7 +1,5 @@
 """`lit-effattn data`: the folders of a run's data, their content, and a few samples, before hours of training."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from pathlib import Path

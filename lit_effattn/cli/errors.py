@@ -4,8 +4,6 @@ jsonargparse reports every type of a union that a value does not match. `fault` 
 a time with the classes that they configure. What it does not find is reported in jsonargparse's words.
 """
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable, Collection, Iterator, Mapping
 from difflib import get_close_matches

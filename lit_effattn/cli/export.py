@@ -1,7 +1,5 @@
 """`lit-effattn export`: write a checkpoint's model for other programs."""
 
-from __future__ import annotations
-
 import argparse
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Messages for failures of the machine, such as full memory and killed processes, and of Lightning."""
 
-from __future__ import annotations
-
 import torch
 
 _REMEDIES = {

@@ -1,7 +1,5 @@
 """Help: the options that `COMMAND --help` shows, their order, and the options of one class."""
 
-from __future__ import annotations
-
 import inspect
 import re
 from collections.abc import Callable, Iterable

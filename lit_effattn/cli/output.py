@@ -1,7 +1,5 @@
 """Warnings and log messages of Lightning and torch, as users of the command get them."""
 
-from __future__ import annotations
-
 import logging
 import threading
 import warnings

@@ -1,7 +1,5 @@
 """The parser of a command: jsonargparse with text that stays text, and messages of our own."""
 
-from __future__ import annotations
-
 import argparse
 from collections.abc import Iterable, Mapping
 from typing import Any, NoReturn, Union, get_args

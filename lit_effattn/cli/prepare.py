@@ -1,7 +1,5 @@
 """`lit-effattn data prepare`: tokenizing a text larger than memory into files, which training maps."""
 
-from __future__ import annotations
-
 import argparse
 import shlex
 import sys

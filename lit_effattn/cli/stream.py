@@ -1,7 +1,5 @@
 """`lit-effattn predict --stream`: recognise phones while somebody speaks."""
 
-from __future__ import annotations
-
 import argparse
 import signal
 import sys

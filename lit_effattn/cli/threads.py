@@ -1,7 +1,5 @@
 """The number of CPU threads for steps that read one position of a few rows."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager

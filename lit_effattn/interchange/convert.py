@@ -1,7 +1,5 @@
 """Convert a folder of Hugging Face weights to a checkpoint, and a checkpoint to such a folder."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping, Sequence
 from functools import reduce

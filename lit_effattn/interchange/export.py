@@ -5,8 +5,6 @@ state: see `steps`. A program that runs the step carries the state. All shapes a
 the operators of `onnx_operators` reads any number of tokens.
 """
 
-from __future__ import annotations
-
 import gc
 import json
 import math

@@ -1,7 +1,5 @@
 """A family of pretrained models: its configuration, and the names of its tensors."""
 
-from __future__ import annotations
-
 import math
 import re
 from abc import ABC, abstractmethod

@@ -1,7 +1,5 @@
 """GPT-2 (Radford et al. 2019): learned positions, pre-norm, biases everywhere, and a head tied to the embedding."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from functools import partial
 from typing import Any, ClassVar

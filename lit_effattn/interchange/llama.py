@@ -1,7 +1,5 @@
 """Llama-like decoders: rotary positions, RMSNorm, SwiGLU and grouped-query attention (Touvron et al. 2023)."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from functools import partial
 from typing import Any, ClassVar

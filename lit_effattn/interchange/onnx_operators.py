@@ -3,8 +3,6 @@
 Heads (B, H, N, D) are packed as (B, N, H D) there, and channels precede positions.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

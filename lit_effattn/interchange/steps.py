@@ -6,8 +6,6 @@ All shapes are fixed. `LanguageModel` and `PixelModel` read one token of each ro
 frame.
 """
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple

@@ -1,7 +1,5 @@
 """The tokenizer of a folder of Hugging Face weights, and the files that name its special tokens."""
 
-from __future__ import annotations
-
 import json
 import warnings
 from collections.abc import Mapping

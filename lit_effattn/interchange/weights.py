@@ -1,7 +1,5 @@
 """Reading and writing folders of Hugging Face weights, without pickles and downloads."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping
 from contextlib import suppress

@@ -1,7 +1,5 @@
 """Building the objects that settings name, and the data module of a run."""
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """The shipped models: their table and their cards. Does not import PyTorch, which is slow."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Separating the settings of a configuration that differ from their defaults from those that do not."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import lightning.pytorch as pl

@@ -5,8 +5,6 @@ from the length of the sequences. A file may also have settings that only its ow
 out for another. Changes are printed, and saved with the other settings.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from typing import Any

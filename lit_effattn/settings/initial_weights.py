@@ -1,7 +1,5 @@
 """Starting a model from a checkpoint of another attention kind: missing parameters, and messages for unused ones."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from typing import Any

@@ -1,7 +1,5 @@
 """The table of the attention kinds, from their signatures and docstrings. Imports PyTorch, not Lightning."""
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Iterable
 from inspect import Parameter

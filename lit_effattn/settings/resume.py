@@ -1,7 +1,5 @@
 """The checkpoint that a command starts from, and what it takes from the checkpoint's run or from the file alone."""
 
-from __future__ import annotations
-
 import inspect
 import os
 from collections.abc import Sequence

@@ -5,8 +5,6 @@ runs/digits_linear+SoftmaxAttention/    the same with --model.backbone.attention
 runs/wide/                              with --name wide
 """
 
-from __future__ import annotations
-
 import os
 import re
 import tempfile

@@ -1,7 +1,5 @@
 """The shipped configurations: finding, listing and showing them. Does not import PyTorch, which is slow."""
 
-from __future__ import annotations
-
 import re
 from difflib import get_close_matches
 from pathlib import Path

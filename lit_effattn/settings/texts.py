@@ -6,8 +6,6 @@ the class of its options is extended (`ActionTypeHint`), whose values for a clas
 the options that Lightning adds are found in the parser's list (`_actions`).
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any, get_args, get_origin
 

@@ -1,7 +1,5 @@
 """Parsers of the commands without options for a model and data."""
 
-from __future__ import annotations
-
 import argparse
 from typing import Any
 

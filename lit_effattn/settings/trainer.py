@@ -1,7 +1,5 @@
 """Lightning's Trainer with checked checkpoints and a method that draws samples; its loggers and its checks."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable, Sequence
 from functools import partial

@@ -1,7 +1,5 @@
 """YAML as the command reads and writes it."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 from typing import Any

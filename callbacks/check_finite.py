@@ -62,8 +62,7 @@ class CheckFinite(pl.Callback):
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Start counting."""
-        scaler = getattr(trainer.precision_plugin, "scaler", None)
-        self._scaled = scaler is not None
+        self._scaled = getattr(trainer.precision_plugin, "scaler", None) is not None
         self._patience = max(self.skip, PATIENCE_WITH_SCALER if self._scaled else 0)
         self._steps.clear()
         self._finite = torch.ones((), dtype=torch.bool, device=pl_module.device)  # in the current optimiser step

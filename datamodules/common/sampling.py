@@ -200,8 +200,7 @@ def digest(*parts: Any) -> str:
     """Return a short digest of arrays and plain data, for the `identity` of a data set."""
     hashed = hashlib.sha256()
     for part in parts:
-        array = isinstance(part, np.ndarray)
-        hashed.update(np.ascontiguousarray(part).data if array else json.dumps(part).encode())
+        hashed.update(np.ascontiguousarray(part).data if isinstance(part, np.ndarray) else json.dumps(part).encode())
     return hashed.hexdigest()[:16]
 
 

@@ -218,8 +218,7 @@ def _decode(path: Path, channels: int, max_pixels: int) -> "Image":
         with open_image(path) as file:
             if file.width * file.height > max_pixels:  # from the header, before decoding
                 raise ValueError(f"{file.width} × {file.height} pixels are more than max_pixels={max_pixels}")
-            image = ImageOps.exif_transpose(file)
-            return _flat(image, file).convert("L" if channels == 1 else "RGB")
+            return _flat(ImageOps.exif_transpose(file), file).convert("L" if channels == 1 else "RGB")
     except Exception as error:  # Pillow's decoders raise many types of exceptions on a broken file
         raise ValueError(f"{path}: not a readable image ({error}); remove it or replace it") from error
 

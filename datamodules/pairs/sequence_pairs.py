@@ -191,8 +191,7 @@ class SequencePairs(LengthBatched):
 
     @cached_property
     def _store(self) -> PairStore:
-        source = self._source()
-        return tokenized_pairs(source, self.vocabularies, merged=self.merge_references, cache=self.cache)
+        return tokenized_pairs(self._source(), self.vocabularies, merged=self.merge_references, cache=self.cache)
 
     def _source(self) -> PairSource:
         options = self._options

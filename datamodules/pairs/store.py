@@ -116,8 +116,7 @@ def tokenized_pairs(source: PairSource, vocabularies: Vocabularies, *, merged: b
         ValueError: If a split has no pairs.
     """
     identity = [FORMAT, source.name, source.identity, vocabularies, merged]
-    folder = cached(cache, f"pairs-{source.name}", identity, partial(_make, source, vocabularies, merged))
-    return PairStore(folder)
+    return PairStore(cached(cache, f"pairs-{source.name}", identity, partial(_make, source, vocabularies, merged)))
 
 
 def _make(source: PairSource, vocabularies: Vocabularies, merged: bool, folder: Path) -> None:
@@ -136,8 +135,7 @@ def _make(source: PairSource, vocabularies: Vocabularies, merged: bool, folder: 
                 raise ValueError(f"corpus={source.name!r}: its split {split!r} has no pairs{first}; add some")
     specs = [tokenizer.to_json() for tokenizer in tokenizers]
     left_out = {split: of_split.to_data() for split, of_split in faults.items()}
-    counts = {"n_replaced": n_replaced, "n_shared": n_shared}
-    write_about(folder, {"tokenizers": specs, "faults": left_out, **counts})
+    write_about(folder, {"tokenizers": specs, "faults": left_out, "n_replaced": n_replaced, "n_shared": n_shared})
 
 
 def _merged(pairs: Iterable[Pair]) -> Iterable[tuple[str, list[str]]]:

@@ -252,8 +252,7 @@ class ManifestCorpus(SpeechCorpus):
         utterances = [line.utterance._replace(id=f"{split}/{line.utterance.id}") for line in lines]
         texts = [line.text if line.utterance.phones is None else None for line in lines]
         if self.lexicon is not None:
-            spoken = zip(utterances, texts, strict=True)
-            return pronounced(spoken, self.lexicon, str(self.manifests[split]), self.g2p)
+            return pronounced(zip(utterances, texts, strict=True), self.lexicon, str(self.manifests[split]), self.g2p)
         for line in lines:
             if line.utterance.phones is None:
                 raise ValueError(f"{line.where}: has a text, but no phonemes; give a lexicon of its words")

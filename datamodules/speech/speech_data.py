@@ -203,9 +203,8 @@ class SpeechData(DataModule):
         kept = self._kept(name, len(utterances), faults)
         hours = features.readings.n_frames[kept].sum() * self.frame_seconds / 3600
         rank_zero_info(f"{name}: {len(kept):,} utterances, {hours:.2f} h")
-        return Split(
-            utterances, [[] if i in mislabelled else labels(u) for i, u in enumerate(utterances)], features, kept
-        )
+        labelled = [[] if i in mislabelled else labels(u) for i, u in enumerate(utterances)]
+        return Split(utterances, labelled, features, kept)
 
     def _short(
         self, split: str, utterances: list[Utterance], n_frames: np.ndarray, labels: "_Labels", faults: dict[int, Fault]

@@ -86,8 +86,7 @@ class RetrievalTask(SyntheticTask):
 
     def sequences(self, split: str) -> "RetrievalSequences":
         """Return the pairs of "train", "val" or "test"."""
-        sizes = self.length, self.n_needles, self.n_symbols, self.n_fillers
-        return RetrievalSequences(*sizes, self._stream(split))
+        return RetrievalSequences(self.length, self.n_needles, self.n_symbols, self.n_fillers, self._stream(split))
 
 
 @dataclass(eq=False)

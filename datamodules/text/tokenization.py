@@ -37,8 +37,7 @@ def tokenized(
     vocabulary = None if given is None else given.to_json()
     identity = [CACHE_FORMAT, source.name, source.identity, kind.kind, vocab_size, vocabulary]
     make = partial(_make, source, kind, vocab_size, given)
-    folder = cached(cache, f"{source.name}-{kind.kind}", identity, make)
-    return TokenStore(folder)
+    return TokenStore(cached(cache, f"{source.name}-{kind.kind}", identity, make))
 
 
 def _make(
@@ -113,5 +112,4 @@ def _decoded(document: Document, offset: int, chunk: bytes) -> str:
 def progress(title: str, n_bytes: int | None) -> Iterator[Callable[[int], None]]:
     """Show a progress bar for long texts, or texts of unknown length."""
     with progress_bar(disable=n_bytes is not None and n_bytes < _QUICK) as bar:
-        task = bar.add_task(title, total=n_bytes)
-        yield partial(bar.advance, task)
+        yield partial(bar.advance, bar.add_task(title, total=n_bytes))

@@ -18,7 +18,6 @@ from lit_effattn.settings.tools import add_trust, tool_parser
 
 
 def _parser() -> argparse.ArgumentParser:
-    """Return the parser of `compare`."""
     parser = tool_parser(
         "compare", "Compare runs: settings that differ, metrics, parameters, bytes of state, time, peak memory."
     )

@@ -32,7 +32,6 @@ _UNREADABLE = (ValueError, OSError, RuntimeError, TypeError, ModuleNotFoundError
 
 
 def _parser() -> argparse.ArgumentParser:
-    """Return the parser of `report`."""
     parser = tool_parser(
         "report", "Write one HTML page about a run: configuration, curves, metrics, cost, samples, attention."
     )

@@ -41,7 +41,6 @@ _RATE = "model.optimizer.lr"
 
 
 def _parser() -> argparse.ArgumentParser:
-    """Return the parser of `sweep`."""
     parser = tool_parser(
         "sweep",
         "Train several kinds of attention on the same data for the same number of steps. Each is trained "

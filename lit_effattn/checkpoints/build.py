@@ -155,7 +155,6 @@ class _Builder:
             raise ValueError(f"{self.allowed.source}: {where} can't be built: {error}") from error
 
     def _sequence(self, value: Any, origin: type, args: tuple[Any, ...], where: str) -> Any:
-        """Return a list, tuple or set."""
         _fits(value, issubclass(origin, collections.abc.Iterable) and not issubclass(origin, collections.abc.Mapping))
         fixed = issubclass(origin, tuple) and args and args[-1] is not ...
         _fits(value, not fixed or len(args) == len(value))

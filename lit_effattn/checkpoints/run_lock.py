@@ -62,7 +62,6 @@ class RunLock:
             )
 
     def _described(self) -> str:
-        """Return the holder's description of itself."""
         try:
             return small_text(self._holder)[:200] or "an unknown process"
         except (OSError, ValueError):

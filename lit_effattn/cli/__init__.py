@@ -197,7 +197,6 @@ def _list(command: str, names: list[str]) -> None:
 
 
 def _convert(args: list[str]) -> None:
-    """Convert a pretrained model."""
     parser = tool_parser(
         CONVERT,
         "Convert a folder of Hugging Face weights (GPT-2, Llama, Mistral, Qwen) to a checkpoint with a "

@@ -449,7 +449,6 @@ class CLI(LightningCLI):
             rank_zero_info(f"Attention transfer: {n} layers learn the attention of {short(path)}; the rest is frozen")
 
     def _load_weights(self, option: str, path: str) -> None:
-        """Load the weights of a checkpoint into the model."""
         checkpoint = read_checkpoint(path)
         kept = add_missing(self.model, checkpoint["state_dict"])
         try:
@@ -497,7 +496,6 @@ class CLI(LightningCLI):
         self.trainer.test(**self._with_checkpoint(kwargs), verbose=False)
 
     def _print_metrics(self, stage: str) -> None:
-        """Print the metrics, one line each."""
         for name, value in self.trainer.callback_metrics.items():
             if name == f"{stage}/per":
                 rank_zero_only(print)(f"{stage} PER: {100 * value:.2f} %")

@@ -12,7 +12,6 @@ from lit_effattn.tasks.base import Task
 
 
 def _parser() -> argparse.ArgumentParser:
-    """Return the parser of `export`."""
     parser = tool_parser(
         "export",
         "Write a checkpoint's model for other programs. onnx and torch: a streaming step, whose state is an input and "

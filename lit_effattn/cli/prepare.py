@@ -14,7 +14,6 @@ from lit_effattn.settings.tools import tool_parser
 
 
 def _parser() -> argparse.ArgumentParser:
-    """Return the parser of `data prepare`."""
     parser = tool_parser(
         "data prepare",
         "Tokenize a text larger than memory, in parallel, into files that training maps. After an "

@@ -32,7 +32,6 @@ _BY_BLOCK = (
 
 
 def _parser() -> argparse.ArgumentParser:
-    """Return the parser of `predict --stream`."""
     parser = tool_parser(
         "predict",
         "Print the phones of a stream of sound as they are recognised. The model must be causal. "

@@ -114,7 +114,6 @@ def _family(content: Mapping[str, Any]) -> Family:
 
 
 def _state_dict(pretrained: dict[str, Tensor], family: Family, model: LanguageModel) -> dict[str, Tensor]:
-    """Return the state_dict of `model`, made of pretrained tensors."""
     pretrained = {name: t for name, t in pretrained.items() if not re.fullmatch(family.buffers, name)}
     if not any(name.startswith(family.prefix) for name in pretrained):
         pretrained = {n if n.startswith("lm_head.") else family.prefix + n: t for n, t in pretrained.items()}

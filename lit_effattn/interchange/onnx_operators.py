@@ -91,7 +91,6 @@ def _operator(name: str) -> Any:
 def _gated_linear(
     q: Any, k: Any, v: Any, state: Any, log_decay: Any, beta: Any, lengths: Any, chunk_size: int, form: str
 ) -> tuple[Any, Any]:
-    """Translate `gated_linear_attention`."""
     import onnxscript
 
     op: Any = onnxscript.opset18
@@ -124,7 +123,6 @@ def _gated_linear(
 
 
 def _short_convolution(x: Any, recent: Any, weight: Any, bias: Any) -> tuple[Any, Any]:
-    """Translate `short_convolution`."""
     import onnxscript
 
     op: Any = onnxscript.opset18

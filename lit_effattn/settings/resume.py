@@ -118,8 +118,7 @@ def resolve(arguments: Arguments) -> Resolved:
     named = Path(parent) if parent else find_checkpoint(name, root)
     average = None if fits else arguments.stated.text("average")
     averaged = [] if average is None else last_kept(named, _number(average))
-    chosen = averaged[-1] if averaged else named
-    checkpoint, content = read_intact(chosen, training=fits, verify=parent is None)
+    checkpoint, content = read_intact(averaged[-1] if averaged else named, training=fits, verify=parent is None)
     before = f", averaged with {', '.join(path.name for path in averaged[:-1])}" if averaged[:-1] else ""
     rank_zero_info(f"{arguments.command} from {short(checkpoint)}{before}")
     config = own_config(checkpoint)

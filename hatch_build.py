@@ -5,8 +5,6 @@ the release workflow sets it. The sdist records it, so a wheel that is built fro
 Without an address there are no project URLs, and relative links become plain text.
 """
 
-from __future__ import annotations
-
 import os
 import re
 from email.parser import HeaderParser

@@ -1,7 +1,5 @@
 """The constructor arguments of an object as plain data, from which a checkpoint builds it again."""
 
-from __future__ import annotations
-
 import inspect
 import re
 from collections.abc import Iterator, Mapping

@@ -3,8 +3,6 @@
 Every class of this package that is derived from `hparams.HasInitArgs` enters itself. `enter` adds others.
 """
 
-from __future__ import annotations
-
 _CLASSES: dict[str, type] = {}
 
 

@@ -8,8 +8,6 @@ Processes that are forked meanwhile, such as those of a data loader, ignore sign
 stops, and ends them.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 import threading

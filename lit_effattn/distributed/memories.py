@@ -1,7 +1,5 @@
 """The carried memories of all processes of a run, and their form in a checkpoint."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 

@@ -1,7 +1,5 @@
 """Sequence parallelism: each process computes a part of every sequence, and one message a layer joins the parts."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import reduce

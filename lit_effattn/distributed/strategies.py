@@ -1,7 +1,5 @@
 """Strategies of Lightning's trainer: how processes share the work."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -20,8 +20,7 @@ from lit_effattn.distributed.sharding import ShardedStrategy
 
 LOGGED_KEY = "logged"
 
-SET_ASIDE = "set_aside.ckpt"
-"""The name of a `last.ckpt` after resuming from `previous.ckpt`."""
+SET_ASIDE = "set_aside.ckpt"  # the name of a `last.ckpt` after resuming from `previous.ckpt`
 
 
 class LastCheckpoint(Checkpoint):

@@ -12,8 +12,7 @@ from rich.table import Table
 
 EVERY = 0.1
 """Minimum time between two refreshes in seconds. A refresh takes as long as a small training step."""
-WIDE = 120
-"""The number of columns that a terminal needs for the bar and the metrics beside it."""
+WIDE = 120  # the number of columns that a terminal needs for the bar and the metrics beside it
 
 
 class ProgressBar(RichProgressBar):

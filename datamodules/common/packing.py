@@ -9,8 +9,7 @@ from torch import Tensor
 from lit_effattn.datamodules.common.labelled import LabelledBatch
 from lit_effattn.datamodules.common.tokens import TokenBatch
 
-WINDOW = 1024
-"""Pieces among which `first_fit` fills rows: those of one window are never in a row with those of another."""
+WINDOW = 1024  # pieces among which `first_fit` fills rows: those of one window are never in a row with those of another
 
 Batch = TypeVar("Batch", TokenBatch, LabelledBatch)
 

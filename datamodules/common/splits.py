@@ -8,8 +8,7 @@ SPLITS_OF = {"fit": ("train", "val"), "validate": ("val",), "test": ("test",), "
 """The splits that each stage of a trainer reads."""
 PURPOSES = {"train": "to train on", "val": "to validate", "test": "to test"}
 """The purpose of each split, for messages that count its items."""
-HELD_OUT = 20
-"""1/20 of a text is for validation, another 1/20 for test: 90/5/5 %."""
+HELD_OUT = 20  # 1/20 of a text is for validation, another 1/20 for test: 90/5/5 %
 
 
 def twentieths(splits: Collection[str]) -> dict[str, tuple[str, set[int]]]:

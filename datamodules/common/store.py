@@ -26,8 +26,7 @@ import numpy as np
 from lit_effattn.datamodules.common.files import regular
 from lit_effattn.datamodules.common.json_data import parse_json
 
-NAME = "lit-effattn"
-"""Name of the default cache folder."""
+NAME = "lit-effattn"  # name of the default cache folder
 
 
 # Arrays

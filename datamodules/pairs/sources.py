@@ -12,8 +12,7 @@ from lit_effattn.datamodules.common.faults import Fault, Faults
 from lit_effattn.datamodules.common.records import SUFFIXES, Record, of_rows, read_lines, read_records
 from lit_effattn.datamodules.common.splits import HELD_OUT, SPLITS, twentieths
 
-_NAMES = {"train": ("train",), "val": ("val", "valid", "dev"), "test": ("test",)}
-"""Names of the files of each split."""
+_NAMES = {"train": ("train",), "val": ("val", "valid", "dev"), "test": ("test",)}  # names of the files of each split
 
 _SOURCES = {
     "libreoffice": "python -m scripts.libreoffice_pairs --help, in a copy of the repository, explains how to make it "

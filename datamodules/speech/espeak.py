@@ -33,8 +33,7 @@ from lit_effattn.datamodules.speech.phonemes import espeak_phones
 FORMAT = 1
 """Version of the corpus format. Increment it if the same arguments give different files."""
 
-ESPEAK_MINUTES = 60.0
-"""Default length of `EspeakCorpus` in minutes."""
+ESPEAK_MINUTES = 60.0  # default length of `EspeakCorpus` in minutes
 
 SAMPLE_RATE = 16_000
 ABOUT = "about.json"  # present if the corpus is complete

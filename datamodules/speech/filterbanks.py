@@ -7,12 +7,10 @@ from torch import Tensor
 from lit_effattn.checks import at_least
 
 _LOWEST = 20.0  # Hz, lower edge of the first filter
-SCALE = 2.0**15
-"""Kaldi's samples are 16-bit integers."""
+SCALE = 2.0**15  # Kaldi's samples are 16-bit integers
 
 PREEMPHASIS = 0.97
-EPSILON = 2.0**-23
-"""Least energy of a filter."""
+EPSILON = 2.0**-23  # least energy of a filter
 
 _LEAST_STD = 1e-3  # of a channel, in nats: a channel that varies less counts as constant
 

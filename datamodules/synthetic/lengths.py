@@ -12,8 +12,7 @@ from lit_effattn.checks import at_least
 from lit_effattn.datamodules.common.tokens import TokenBatch, pad_tokens
 from lit_effattn.datamodules.synthetic.base import SyntheticTask
 
-FACTORS = (1, 2, 4, 8)
-"""The default test lengths are the training length times these."""
+FACTORS = (1, 2, 4, 8)  # the default test lengths are the training length times these
 
 
 class LengthTask(SyntheticTask):

@@ -9,8 +9,7 @@ import numpy as np
 from lit_effattn.checks import one_of
 from lit_effattn.datamodules.synthetic.lengths import LengthSequences, LengthTask
 
-DEGREES = {"parity": 2, "S3": 3, "S5": 5}
-"""Number of elements that the permutations of each group permute."""
+DEGREES = {"parity": 2, "S3": 3, "S5": 5}  # number of elements that the permutations of each group permute
 
 
 class StateTracking(LengthTask):

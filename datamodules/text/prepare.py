@@ -27,8 +27,7 @@ from lit_effattn.datamodules.text.token_store import FORMAT, PLAN, TOKENIZER, Sh
 from lit_effattn.datamodules.text.tokenization import decoded, encoded, progress
 from lit_effattn.datamodules.text.tokenizers import KINDS, Tokenizer, check_vocabulary
 
-SUFFIXES = (".txt", ".txt.gz", *RECORDS)
-"""Endings of the files that are read."""
+SUFFIXES = (".txt", ".txt.gz", *RECORDS)  # endings of the files that are read
 
 _BLOCK = 1 << 20  # bytes read at a time
 _LEAST_HELD_OUT = 3  # one document each for training, validation and test

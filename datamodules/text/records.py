@@ -10,8 +10,7 @@ from lit_effattn.datamodules.common.records import field as value_of
 
 LINES = (".jsonl",)
 FASTA = (".fasta", ".fas", ".fa", ".faa", ".fna", ".ffn", ".frn")
-SUFFIXES = tuple(suffix + end for suffix in LINES + FASTA for end in ("", ".gz"))
-"""Endings of the names of such files."""
+SUFFIXES = tuple(suffix + end for suffix in LINES + FASTA for end in ("", ".gz"))  # endings of the names of such files
 
 
 def is_records(name: str) -> bool:

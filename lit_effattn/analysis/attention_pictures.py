@@ -13,11 +13,8 @@ from torch import Tensor, nn
 from lit_effattn.attention import Attention, CrossAttention
 from lit_effattn.nn.encoder_decoder import EncoderDecoder
 
-LAYERS, HEADS = 4, 4
-"""Largest numbers of attentions of a model, and of heads of an attention, that are drawn."""
-
-TIMES = 256
-"""Points of [0, 1] at which a density over a continuous memory is drawn."""
+LAYERS, HEADS = 4, 4  # largest numbers of attentions of a model, and of heads of an attention, that are drawn
+TIMES = 256  # points of [0, 1] at which a density over a continuous memory is drawn
 
 _TERMS = {
     "content": "(a) content",

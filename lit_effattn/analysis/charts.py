@@ -10,8 +10,7 @@ import numpy as np
 from lit_effattn.analysis.page import cards, figure, text
 from lit_effattn.analysis.records import RunRecord
 
-COLOURS = 6
-"""Number of the page's colours of curves, the CSS variables `--s0` to `--s5`."""
+COLOURS = 6  # number of the page's colours of curves, the CSS variables `--s0` to `--s5`
 
 _TEXT, _LINE = "#0000f0", "#0000f1"
 """Colours that the page's variables replace in the file."""

@@ -20,11 +20,8 @@ from lit_effattn.hparams import flat
 from lit_effattn.settings.defaults import split
 from lit_effattn.tasks import Task
 
-Curve = dict[int, float]
-"""Values by optimiser step, counted from 0."""
-
-STATE_LENGTH = 1024
-"""Positions for which the bytes of a growing state are counted if the data have no length."""
+Curve = dict[int, float]  # values by optimiser step, counted from 0
+STATE_LENGTH = 1024  # positions for which the bytes of a growing state are counted if the data have no length
 
 _LENGTHS = ("length", "max_len", "segment_len")
 _MEMORY = {DEVICE_MEMORY: "peak device bytes", PROCESS_MEMORY: "peak process bytes"}

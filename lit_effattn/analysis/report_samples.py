@@ -22,11 +22,8 @@ from lit_effattn.settings.building import build_data
 from lit_effattn.tasks import Task
 from lit_effattn.tasks.options import ImageOptions, TextOptions
 
-N_TEXTS, N_TOKENS = 2, 300
-"""Largest number of texts that are drawn, and the tokens of each."""
-
-N_SCORED = 600
-"""Largest number of tokens that are shown with their bits."""
+N_TEXTS, N_TOKENS = 2, 300  # largest number of texts that are drawn, and the tokens of each
+N_SCORED = 600  # largest number of tokens that are shown with their bits
 
 
 class OneSequence(NamedTuple):

@@ -28,15 +28,12 @@ from lit_effattn.settings.kinds import attention_kinds, full_names, options_of, 
 from lit_effattn.settings.tools import ROOT, add_trust, tool_parser
 from lit_effattn.stopping import SIGNALS, Stopped
 
-FACTORS = (1 / 3, 1, 3)
-"""The default rates are the configuration's times these."""
+FACTORS = (1 / 3, 1, 3)  # the default rates are the configuration's times these
 
 RECORD = "sweep.json"
 COMMAND = Path(__file__).parents[1] / "cli" / "__main__.py"
-_FIXED = ("seed_everything", "ckpt_path", "name", "trainer.default_root_dir")
-"""Flags of `fit` that the sweep sets."""
-_BETWEEN = r",(?![^\[]*\])"
-"""Separator of kinds: a comma outside brackets, as in linear,infinite:widths=[0.03,0.1]."""
+_FIXED = ("seed_everything", "ckpt_path", "name", "trainer.default_root_dir")  # flags of `fit` that the sweep sets
+_BETWEEN = r",(?![^\[]*\])"  # separator of kinds: a comma outside brackets, as in linear,infinite:widths=[0.03,0.1]
 _RATE = "model.optimizer.lr"
 
 

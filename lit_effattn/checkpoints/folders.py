@@ -32,8 +32,7 @@ from lit_effattn.checkpoints.runs import COMMON
 
 T = TypeVar("T")
 
-PARTS_KEY = "parts"
-"""The key in `common.pt` of the number of its format and of the parts' token and lengths."""
+PARTS_KEY = "parts"  # the key in `common.pt` of the number of its format and of the parts' token and lengths
 
 _FORMAT = 1
 

@@ -17,8 +17,7 @@ from lit_effattn.checkpoints import slurm
 from lit_effattn.checkpoints.files import whole
 from lit_effattn.checkpoints.runs import LOCK, short, small_text
 
-HOLDER = "fit.holder"
-"""The file in the folder of a run that describes the process that holds the lock."""
+HOLDER = "fit.holder"  # the file in the folder of a run that describes the process that holds the lock
 
 _WITHOUT_LOCKS = (errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOLCK)
 

@@ -25,11 +25,8 @@ from lit_effattn.checkpoints.shipped import PREFIX, is_model, model_name, model_
 LAST, PREVIOUS = "last.ckpt", "previous.ckpt"
 """The newest checkpoint of a run, and the one before it, from which a run resumes if the newest is damaged."""
 
-LOCK = "fit.lock"
-"""The file that a `fit` locks in the folder of its run."""
-
-COMMON = "common.pt"
-"""In a checkpoint that is a folder, the file with the content that all processes have in common."""
+LOCK = "fit.lock"  # the file that a `fit` locks in the folder of its run
+COMMON = "common.pt"  # in a checkpoint that is a folder, the file with the content that all processes have in common
 
 _KEPT = re.compile(r"step_(\d+)\.ckpt")
 _RUN = re.compile(r"\d{4}-\d\d-\d\d_\d\d-\d\d-\d\d(_\d+)?")

@@ -10,11 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-MAX_DEPTH = 100
-"""Depth of containers within containers."""
-
-MAX_ITEMS = 10_000_000
-"""Number of items of all containers, each counted as often as it is reached."""
+MAX_DEPTH = 100  # depth of containers within containers
+MAX_ITEMS = 10_000_000  # number of items of all containers, each counted as often as it is reached
 
 _SLACK = 2**20  # bytes
 

@@ -5,11 +5,8 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
-PREFIX = "model:"
-"""What the name of a shipped model begins with, where a checkpoint is expected."""
-
-METADATA = "lit_effattn"
-"""Name of the metadata of an exported file, which are JSON."""
+PREFIX = "model:"  # what the name of a shipped model begins with, where a checkpoint is expected
+METADATA = "lit_effattn"  # name of the metadata of an exported file, which are JSON
 
 FOLDER = Path(__file__).resolve().parent.parent / "models"
 SUFFIX = ".safetensors"

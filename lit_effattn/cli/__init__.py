@@ -81,8 +81,7 @@ LISTS = {
     "models": ("lit_effattn.settings.cards", "cards"),
 }
 """Commands that print lists, with their modules and functions. They do not import Lightning, which is slow."""
-INTERRUPTED, UNREAD = 130, 141
-"""The exit codes after Ctrl-C, and after a closed output pipe, as shells expect."""
+INTERRUPTED, UNREAD = 130, 141  # the exit codes after Ctrl-C, and after a closed output pipe, as shells expect
 
 
 def main(args: list[str] | None = None) -> None:

@@ -32,8 +32,7 @@ from lit_effattn.tasks import Task
 from lit_effattn.tasks.options import flags
 
 _ROOTS: dict[str, Any] = {"model": Task, "data": pl.LightningDataModule}
-_GROUPS: dict[str, type] = {"trainer": pl.Trainer, "checkpoint": LastCheckpoint}
-"""Options whose class is not a choice."""
+_GROUPS: dict[str, type] = {"trainer": pl.Trainer, "checkpoint": LastCheckpoint}  # options whose class is not a choice
 _LIKELY: dict[str, Any] = {
     **_ROOTS,
     "model.optimizer": OptimizerCallable,

@@ -7,8 +7,7 @@ from contextlib import contextmanager
 import torch
 from torch import nn
 
-LARGEST = 20_000_000
-"""Parameters of the largest model whose steps run on one thread: at most 10 ms a step of one row."""
+LARGEST = 20_000_000  # parameters of the largest model whose steps run on one thread: at most 10 ms a step of one row
 
 _VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
 

@@ -16,11 +16,8 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
     from PIL import Image
 
-MIN_SIDE = 48
-"""Images with fewer pixels a side are enlarged, pixel by pixel, to at least this many."""
-
-CELL = 0.2
-"""Side of a square of an attention map, in inches."""
+MIN_SIDE = 48  # images with fewer pixels a side are enlarged, pixel by pixel, to at least this many
+CELL = 0.2  # side of a square of an attention map, in inches
 
 
 def grid(images: Tensor, columns: int | None = None) -> Tensor:

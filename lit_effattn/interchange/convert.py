@@ -30,11 +30,8 @@ from lit_effattn.tasks import LanguageModel
 
 FAMILIES: tuple[Family, ...] = (GPT2(), Llama())
 
-CHECKPOINT, CONFIG = "model.ckpt", "config.yaml"
-"""The files of a converted model."""
-
-_LAYERS = 1000
-"""Number of layers that is accepted before the files are read, which checks it."""
+CHECKPOINT, CONFIG = "model.ckpt", "config.yaml"  # the files of a converted model
+_LAYERS = 1000  # number of layers that is accepted before the files are read, which checks it
 
 _SEGMENT_LEN = 512
 _LEARNING_RATE = 5e-5

@@ -14,8 +14,7 @@ from lit_effattn.tasks import LanguageModel
 _HARMLESS = frozenset(("attention_dropout", "max_position_embeddings", "pretraining_tp"))
 _THETA = 10000.0
 _MISTRAL, _QWEN = ("mistral", "ministral"), ("qwen2", "qwen3")
-_FULL, _SLIDING = "full_attention", "sliding_attention"
-"""The entries of `layer_types`."""
+_FULL, _SLIDING = "full_attention", "sliding_attention"  # the entries of `layer_types`
 
 
 class Llama(Family):

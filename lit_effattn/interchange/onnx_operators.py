@@ -12,11 +12,8 @@ from lit_effattn.attention.base import Attention
 from lit_effattn.attention.linear import LinearAttention
 from lit_effattn.attention.recurrent import RecurrentAttention
 
-REGISTERED = 23
-"""The opset of PyTorch's translations, with operators for RMSNorm and GELU."""
-
-OPSET = 27
-"""The first opset with the two operators."""
+REGISTERED = 23  # the opset of PyTorch's translations, with operators for RMSNorm and GELU
+OPSET = 27  # the first opset with the two operators
 
 _RUNTIME = (1, 32)
 """The onnxruntime with which opset 27 was tested. 1.23, the last for Python 3.10, lacks it."""

@@ -12,10 +12,8 @@ from torch import Tensor
 from lit_effattn.datamodules.common.json_data import parse_json
 
 _WEIGHTS, _INDEX = "model.safetensors", "model.safetensors.index.json"
-_FILE = re.compile(r"[\w-][\w.-]*\.safetensors")
-"""Files that an index may name: in the same folder."""
-_METADATA = {"format": "pt"}
-"""Metadata that transformers requires."""
+_FILE = re.compile(r"[\w-][\w.-]*\.safetensors")  # files that an index may name: in the same folder
+_METADATA = {"format": "pt"}  # metadata that transformers requires
 
 
 def read_json(folder: Path, name: str, remedy: str) -> dict[str, Any]:

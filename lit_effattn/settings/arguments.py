@@ -32,8 +32,7 @@ _FLAG = re.compile(r"(-[ch]|--[\w.-]+)(\+?)(?:=(.*))?", re.DOTALL)
 _NO_VALUE = re.compile(r"--[\w.-]+\+?=.*|-[^\s\d.]\S*", re.DOTALL)
 """An argument after a flag that is not its value. -5 and "- a list" are values."""
 _SHORT = {"-c": "--config", "-h": "--help"}
-_WRAPPERS = ("init_args", "dict_kwargs", "class_path")
-"""Keys between a class and its options, which a path leaves out."""
+_WRAPPERS = ("init_args", "dict_kwargs", "class_path")  # keys between a class and its options, which a path leaves out
 _WITH_FILES = ("model", "data", "trainer", "checkpoint")
 """Groups of options whose values may be names of files of settings. Others, such as `--prompt x.yaml`, are text."""
 

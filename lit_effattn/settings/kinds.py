@@ -11,8 +11,7 @@ from lit_effattn.attention import Attention
 from lit_effattn.checkpoints.trust import find, import_error
 from lit_effattn.hparams import parameters
 
-_SHARED = ("d_model", "n_heads", "causal")
-"""The arguments that a `Transformer` passes to every kind."""
+_SHARED = ("d_model", "n_heads", "causal")  # the arguments that a `Transformer` passes to every kind
 
 
 def kinds(names: list[str]) -> str:

@@ -26,8 +26,7 @@ from lit_effattn.tasks import Task
 CHECKPOINT = "LIT_EFFATTN_CKPT_PATH"
 """Environment variable with the path of the checkpoint, set for the processes that DDP starts."""
 
-OF_FIT = ("checkpoint", "init_weights", "transfer_from")
-"""Sections of a YAML file that only `fit` uses."""
+OF_FIT = ("checkpoint", "init_weights", "transfer_from")  # sections of a YAML file that only `fit` uses
 
 SECTIONS = {*OF_FIT, "model", "data", "trainer", "seed_everything"}
 """Sections of a YAML file that a command ignores if it does not use them: a file serves all commands."""

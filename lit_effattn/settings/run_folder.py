@@ -26,8 +26,7 @@ from lit_effattn.settings.arguments import Arguments, Settings
 from lit_effattn.settings.tools import ROOT
 from lit_effattn.settings.yaml_text import dump_yaml
 
-RUN = "LIT_EFFATTN_RUN"
-"""Environment variable with the folder of the run, set for the processes that DDP starts."""
+RUN = "LIT_EFFATTN_RUN"  # environment variable with the folder of the run, set for the processes that DDP starts
 
 _SWAPPED = ("model", "backbone", "encoder", "decoder", "attention", "cross_attention")
 """Options whose classes are part of the name of a run."""

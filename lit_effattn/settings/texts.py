@@ -16,8 +16,7 @@ from jsonargparse._util import NestedArg
 from lit_effattn.checkpoints.build import members
 
 _TEXT = (str, Path)
-_YAML = ("class_path", "init_args", "dict_kwargs")
-"""The first names of keys that are not an option of a class."""
+_YAML = ("class_path", "init_args", "dict_kwargs")  # the first names of keys that are not an option of a class
 
 
 class Text(str):

@@ -3,8 +3,7 @@
 import argparse
 from typing import Any
 
-ROOT = "runs"
-"""The default of `trainer.default_root_dir`: the folder that holds all runs."""
+ROOT = "runs"  # the default of `trainer.default_root_dir`: the folder that holds all runs
 
 TRUST = (
     "A module of your own, or the full name of a class, that a checkpoint from somebody else, or one outside of your "

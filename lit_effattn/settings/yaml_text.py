@@ -10,8 +10,7 @@ from jsonargparse import get_loader
 from lit_effattn.checkpoints.plain_yaml import MAX_BYTES, OutOfBoundsError, check_bounds
 from lit_effattn.checkpoints.trust import may_name_modules
 
-FILES = (".yaml", ".yml", ".json")
-"""How the names of files of settings end."""
+FILES = (".yaml", ".yml", ".json")  # how the names of files of settings end
 
 _load = get_loader("yaml")
 

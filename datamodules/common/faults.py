@@ -7,15 +7,10 @@ _NAMED = 3  # items of each reason that a message names
 
 
 class Fault(NamedTuple):
-    """The reason why an item is left out.
+    """The reason why an item is left out."""
 
-    Attributes:
-        reason: The kind of fault in a word or two, the same for all items with this fault.
-        message: Names the item or its file, the fault and the remedy.
-    """
-
-    reason: str
-    message: str
+    reason: str  # the kind of fault in a word or two, the same for all items with this fault
+    message: str  # names the item or its file, the fault and the remedy
 
 
 class Faults:

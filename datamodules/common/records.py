@@ -20,15 +20,10 @@ _COLUMN_NAMES = {"source", "src", "input", "text", "sentence", "review"} | _SECO
 
 
 class Record(NamedTuple):
-    """An item of a data set.
+    """An item of a data set."""
 
-    Attributes:
-        where: File and line, for messages.
-        fields: An object, or the cells of a row by the names of their columns.
-    """
-
-    where: str
-    fields: Any
+    where: str  # file and line, for messages
+    fields: Any  # an object, or the cells of a row by the names of their columns
 
     def texts(self, columns: tuple[str, ...], *, numbers: bool = False) -> list[str] | Fault:
         """Return the texts in some fields, or the fault of one that is empty, not UTF-8 or not a text.

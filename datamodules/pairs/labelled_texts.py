@@ -29,19 +29,12 @@ _SHOWN = 10  # classes that a message names
 
 
 class _Split(NamedTuple):
-    """The texts of a split and their labels.
+    """The texts of a split and their labels."""
 
-    Attributes:
-        tokens: All tokens, one text after the other.
-        borders: (n + 1,): text i is `tokens[borders[i] : borders[i + 1]]`.
-        labels: (n,), numbers of classes; None: they are unknown.
-        n_cut: How many texts were longer than `max_len`.
-    """
-
-    tokens: np.ndarray
-    borders: np.ndarray
-    labels: np.ndarray | None
-    n_cut: int
+    tokens: np.ndarray  # all tokens, one text after the other
+    borders: np.ndarray  # (n + 1,): text i is `tokens[borders[i] : borders[i + 1]]`
+    labels: np.ndarray | None  # (n,), numbers of classes; None: they are unknown
+    n_cut: int  # how many texts were longer than `max_len`
 
 
 class LabelledTexts(LengthBatched):

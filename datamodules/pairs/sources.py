@@ -34,18 +34,11 @@ _Pairs = Callable[[], Iterable[Pair | Fault]]
 
 
 class PairSource(NamedTuple):
-    """Pairs by split.
+    """Pairs by split."""
 
-    Attributes:
-        name: Short name, used in the names of cached files.
-        splits: A function for each of "train", "val" and "test" that yields its pairs, and a fault for each that is
-            left out.
-        identity: Plain data that change if the pairs change.
-    """
-
-    name: str
-    splits: dict[str, _Pairs]
-    identity: Any
+    name: str  # short, for the names of cached files
+    splits: dict[str, _Pairs]  # of train, val and test: yields the pairs, and a fault for each that is left out
+    identity: Any  # plain data that change if the pairs change
 
     def pairs(self, split: str, faults: Faults) -> Iterator[Pair]:
         """Yield the pairs of a split, and add its faults to `faults`."""

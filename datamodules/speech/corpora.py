@@ -21,17 +21,11 @@ _SHOWN = 5  # bad lines of a manifest that an error names
 
 
 class ManifestLine(NamedTuple):
-    """A line of a manifest.
+    """A line of a manifest."""
 
-    Attributes:
-        where: File and line, for errors.
-        utterance: The utterance. Its phones may be None.
-        text: The transcript; None: there is none, or it is not needed.
-    """
-
-    where: str
-    utterance: Utterance
-    text: str | None
+    where: str  # file and line, for errors
+    utterance: Utterance  # its phones may be None
+    text: str | None  # the transcript; None: there is none, or it is not needed
 
 
 def read_manifest(path: Path, *, spoken: bool = True) -> list[ManifestLine]:

@@ -52,17 +52,11 @@ _MIN_WORDS, _MAX_WORDS = 4, 12  # of an utterance: about 2 to 6 seconds
 
 
 class Speaker(NamedTuple):
-    """A voice with a fixed speed and pitch.
+    """A voice with a fixed speed and pitch."""
 
-    Attributes:
-        voice: espeak-ng's name: dialect and variant, as in en-us+m1.
-        rate: Words per minute.
-        pitch: 0 to 99.
-    """
-
-    voice: str
-    rate: int
-    pitch: int
+    voice: str  # espeak-ng's name: dialect and variant, as in en-us+m1
+    rate: int  # words per minute
+    pitch: int  # 0 to 99
 
 
 class Spoken(NamedTuple):
@@ -163,14 +157,11 @@ def espeak_library() -> tuple[str, str | None]:
 class Synthesizer:
     """espeak-ng in a separate process, which `close` ends. The same texts in the same order give the same audio.
 
-    Attributes:
-        version: Version of espeak-ng; None before the first text.
-
     Raises:
         ModuleNotFoundError: If espeak-ng is not installed.
     """
 
-    version: str | None = None
+    version: str | None = None  # version of espeak-ng; None before the first text
 
     def __init__(self) -> None:
         library, data = espeak_library()

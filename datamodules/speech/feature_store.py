@@ -59,17 +59,11 @@ class FeatureReader(NamedTuple):
 
 
 class Readings(NamedTuple):
-    """The results of reading each utterance once.
+    """The results of reading each utterance once."""
 
-    Attributes:
-        n_frames: (n,), frames of each utterance; 0 for utterances with faults.
-        faults: Faults by the index of the utterance.
-        statistics: `moments` of each speaker's utterances, and, under None, of all utterances.
-    """
-
-    n_frames: np.ndarray
-    faults: dict[int, Fault]
-    statistics: dict[str | None, Tensor]
+    n_frames: np.ndarray  # (n,), frames of each utterance; 0 for utterances with faults
+    faults: dict[int, Fault]  # faults by the index of the utterance
+    statistics: dict[str | None, Tensor]  # `moments` of each speaker's utterances, and, under None, of all utterances
 
 
 @dataclass(eq=False)

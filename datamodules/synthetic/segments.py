@@ -15,17 +15,11 @@ _EMPTY = -1  # index of an empty row, instead of a sequence's
 
 
 class DrawnSequence(NamedTuple):
-    """A whole sequence, before it is cut into segments.
+    """A whole sequence, before it is cut into segments."""
 
-    Attributes:
-        inputs: (length,) tokens.
-        targets: (length,), the next token at each position; `IGNORE` where it is not scored.
-        responses: The responses that begin in it.
-    """
-
-    inputs: np.ndarray
-    targets: np.ndarray
-    responses: Iterable[Response] = ()
+    inputs: np.ndarray  # (length,) tokens
+    targets: np.ndarray  # (length,), the next token at each position; `IGNORE` where it is not scored
+    responses: Iterable[Response] = ()  # the responses that begin in it
 
 
 class SegmentedSequences(Dataset[TokenBatch]):

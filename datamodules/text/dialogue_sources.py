@@ -17,29 +17,18 @@ _NUMBER = ("wikiDocumentIdx", "docLinkIdx", "index")  # keys of a document's num
 
 
 class Passage(NamedTuple):
-    """A section of a document, or a turn.
+    """A section of a document, or a turn."""
 
-    Attributes:
-        text: Not empty.
-        scored: Whether it is a turn, which a model may predict.
-    """
-
-    text: str
-    scored: bool
+    text: str  # not empty
+    scored: bool  # whether it is a turn, which a model may predict
 
 
 class DialogueSource(NamedTuple):
-    """Conversations by split.
+    """Conversations by split."""
 
-    Attributes:
-        splits: Conversations of "train", "val" and "test", each a list of passages in the order of reading.
-        faults: Files that are left out.
-        identity: Plain data that change if the texts change.
-    """
-
-    splits: dict[str, list[list[Passage]]]
-    faults: Faults
-    identity: Any
+    splits: dict[str, list[list[Passage]]]  # of train, val and test: conversations, as passages in the order of reading
+    faults: Faults  # files that are left out
+    identity: Any  # plain data that change if the texts change
 
 
 def cmu_dog(root: Path, document: Shown) -> DialogueSource:

@@ -27,35 +27,21 @@ _WIKITEXT = {"tokens": "wikitext-103-v1.zip", "raw": "wikitext-103-raw-v1.zip"} 
 
 
 class Document(NamedTuple):
-    """A text that is read from its beginning. It may be a part of a file.
+    """A text that is read from its beginning. It may be a part of a file."""
 
-    Attributes:
-        name: Name for error messages.
-        start: Offset of its first byte in the file.
-        blocks: Returns an iterator over blocks of its bytes.
-        title: Its title in the file, such as the header of a FASTA record.
-    """
-
-    name: str
-    start: int
-    blocks: Callable[[], Iterator[bytes]]
-    title: str = ""
+    name: str  # for error messages
+    start: int  # offset of its first byte in the file
+    blocks: Callable[[], Iterator[bytes]]  # returns an iterator over blocks of its bytes
+    title: str = ""  # its title in the file, such as the header of a FASTA record
 
 
 class TextSource(NamedTuple):
-    """Documents by split.
+    """Documents by split."""
 
-    Attributes:
-        name: Short name, used in the names of cached files.
-        splits: Documents of "train", "val" and "test".
-        identity: Plain data that change if the texts change.
-        n_bytes: Number of bytes in each split; None: unknown before the documents are read.
-    """
-
-    name: str
-    splits: dict[str, Iterable[Document]]
-    identity: Any
-    n_bytes: dict[str, int] | None
+    name: str  # short, for the names of cached files
+    splits: dict[str, Iterable[Document]]  # documents of "train", "val" and "test"
+    identity: Any  # plain data that change if the texts change
+    n_bytes: dict[str, int] | None  # number of bytes in each split; None: unknown before the documents are read
 
 
 class _Part(NamedTuple):

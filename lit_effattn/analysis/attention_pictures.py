@@ -32,19 +32,12 @@ class Picture(NamedTuple):
 
 
 class Drawn(NamedTuple):
-    """The pictures of one attention.
+    """The pictures of one attention."""
 
-    Attributes:
-        name: The module's name in the model.
-        kind: Its class.
-        note: How to read the pictures, or why there are none.
-        pictures: The pictures, ordered by head.
-    """
-
-    name: str
-    kind: str
-    note: str
-    pictures: list[Picture]
+    name: str  # the module's name in the model
+    kind: str  # its class
+    note: str  # how to read the pictures, or why there are none
+    pictures: list[Picture]  # the pictures, ordered by head
 
 
 @torch.no_grad()

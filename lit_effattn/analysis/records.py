@@ -32,35 +32,20 @@ _NOT_SETTINGS = ("trainer.default_root_dir", "ckpt_path")
 
 @dataclass(frozen=True)
 class RunRecord:
-    """The record of a run. Unknown values are None or empty.
+    """The record of a run. Unknown values are None or empty."""
 
-    Attributes:
-        path: The folder, or the file of a checkpoint outside all runs.
-        settings: The flat configuration, such as `model.backbone.attention`, with bare class names.
-        curves: Every column of the log, by step.
-        seconds: Time since the start in seconds, by step, without pauses between a stop and its resumption.
-        seconds_per_step: The median over the logged intervals.
-        peak_memory: Bytes, by the kind of memory.
-        parameters: Number of the model's parameters.
-        state_bytes: Bytes of the backbone's state for one sequence of `state_length` positions, as it is carried.
-        state_length: The number of positions; None if the state has a fixed size.
-        monitor: The task's validation metric; lower is better.
-        remark: Why something is missing.
-        defaults: Names of the settings that are as by default.
-    """
-
-    path: Path
-    settings: dict[str, Any]
-    curves: dict[str, Curve] = field(default_factory=dict)
-    seconds: Curve = field(default_factory=dict)
-    seconds_per_step: float | None = None
-    peak_memory: dict[str, int] = field(default_factory=dict)
-    parameters: int | None = None
-    state_bytes: int | None = None
-    state_length: int | None = None
-    monitor: str | None = None
-    remark: str = ""
-    defaults: Collection[str] = ()
+    path: Path  # the folder, or the file of a checkpoint outside all runs
+    settings: dict[str, Any]  # the flat configuration, such as `model.backbone.attention`, with bare class names
+    curves: dict[str, Curve] = field(default_factory=dict)  # every column of the log, by step
+    seconds: Curve = field(default_factory=dict)  # since the start, by step, without pauses of a stopped run
+    seconds_per_step: float | None = None  # the median over the logged intervals
+    peak_memory: dict[str, int] = field(default_factory=dict)  # bytes, by the kind of memory
+    parameters: int | None = None  # number of the model's parameters
+    state_bytes: int | None = None  # of the backbone's carried state, for one sequence of `state_length` positions
+    state_length: int | None = None  # the number of positions; None if the state has a fixed size
+    monitor: str | None = None  # the task's validation metric; lower is better
+    remark: str = ""  # why something is missing
+    defaults: Collection[str] = ()  # names of the settings that are as by default
 
     @property
     def final(self) -> dict[str, float]:

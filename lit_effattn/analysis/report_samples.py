@@ -27,17 +27,11 @@ N_SCORED = 600  # largest number of tokens that are shown with their bits
 
 
 class OneSequence(NamedTuple):
-    """One sequence of the test data.
+    """One sequence of the test data."""
 
-    Attributes:
-        whole: A batch of this sequence only.
-        batch: The same, without padding and cut to the positions that are drawn.
-        memory: The state after the preceding segments, if the run carried memory; else None.
-    """
-
-    whole: Any
-    batch: Any
-    memory: State | None
+    whole: Any  # a batch of this sequence only
+    batch: Any  # the same, without padding and cut to the positions that are drawn
+    memory: State | None  # the state after the preceding segments, if the run carried memory; else None
 
 
 def test_data(checkpoint: Path) -> pl.LightningDataModule:

@@ -98,17 +98,11 @@ def unsupported(name: str, value: Any, reason: str) -> ValueError:
 
 
 class Entry(NamedTuple):
-    """A tensor of the pretrained model, and the tensors of a `LanguageModel` that it holds.
+    """A tensor of the pretrained model, and the tensors of a `LanguageModel` that it holds."""
 
-    Attributes:
-        name: Its name in the pretrained model.
-        parts: The names in the `LanguageModel`, whose first dimensions are concatenated.
-        transposed: Whether the pretrained tensor is the transpose.
-    """
-
-    name: str
-    parts: tuple[str, ...]
-    transposed: bool
+    name: str  # its name in the pretrained model
+    parts: tuple[str, ...]  # the names in the `LanguageModel`, whose first dimensions are concatenated
+    transposed: bool  # whether the pretrained tensor is the transpose
 
 
 class Family(ABC):

@@ -21,21 +21,13 @@ from lit_effattn.tasks.speech_stream import StreamFeatures, check_causal
 
 
 class Step(nn.Module, ABC):
-    """One step of a stream: `log_probs, *state = step(*inputs, *state)`.
+    """One step of a stream: `log_probs, *state = step(*inputs, *state)`."""
 
-    Attributes:
-        inputs: An example of each input by name, with the batch as first dimension.
-        empty: The state before the first step, with final shapes.
-        entry: The first module, which reads the inputs.
-        backbone: Mixes the sequence.
-        unit: What a step reads of each row.
-    """
-
-    inputs: dict[str, Tensor]
-    empty: State
-    entry: nn.Module
-    backbone: SequenceModule
-    unit: str
+    inputs: dict[str, Tensor]  # an example of each input by name, with the batch as first dimension
+    empty: State  # the state before the first step, with final shapes
+    entry: nn.Module  # the first module, which reads the inputs
+    backbone: SequenceModule  # mixes the sequence
+    unit: str  # what a step reads of each row
 
     @abstractmethod
     def draw(self, n: int, generator: torch.Generator) -> Iterator[tuple[Tensor, ...]]:
@@ -69,19 +61,12 @@ class TokenStep(Step):
 
 
 class SpeechState(NamedTuple):
-    """The state of `SpeechStep`.
+    """The state of `SpeechStep`."""
 
-    Attributes:
-        moments: (B, 3, F), float64, of the frames so far, for a running normalisation. None: there is none.
-        features: (B, K, F), the feature vectors before, which the front end reads again. None: it reads none.
-        length: (B,), number of frames so far, at most the frames of `features`. None: as above.
-        backbone: The state of the backbone.
-    """
-
-    moments: Tensor | None
-    features: Tensor | None
-    length: Tensor | None
-    backbone: State
+    moments: Tensor | None  # (B, 3, F), float64, of the frames so far, for a running normalisation. None: there is none
+    features: Tensor | None  # (B, K, F), feature vectors before, which the front end reads again. None: it reads none
+    length: Tensor | None  # (B,), number of frames so far, at most the frames of `features`. None: as above
+    backbone: State  # the state of the backbone
 
 
 class SpeechStep(Step):

@@ -149,17 +149,11 @@ def _bare(name: Any) -> str:
 
 
 class Option(NamedTuple):
-    """A flag with its value, or another argument.
+    """A flag with its value, or another argument."""
 
-    Attributes:
-        key: The flag without `--`, with `+` if it appends to a list; empty for another argument.
-        text: The value, None without one.
-        args: The arguments that it consists of.
-    """
-
-    key: str
-    text: str | None
-    args: Sequence[str]
+    key: str  # the flag without `--`, with `+` if it appends to a list; empty for another argument
+    text: str | None  # the value, None without one
+    args: Sequence[str]  # the arguments that it consists of
 
 
 class File(Settings):

@@ -46,33 +46,18 @@ _OF_SCORING = (
 
 
 class Resolved(NamedTuple):
-    """The start of a command.
+    """The start of a command."""
 
-    Attributes:
-        args: The arguments for jsonargparse, starting with the command.
-        checkpoint: The file, or None.
-        content: Its content; of a folder, what all processes have in common.
-        run: The settings that the command takes from the configuration of the checkpoint's run, which is the user's;
-            None without one.
-        describes: Whether the file alone describes the model: nothing of the user's does.
-        uses_data: Whether the command takes data.
-        data_fixes: Whether the arguments in `Task.fixed_by_data` come from the data; if not, from the checkpoint.
-        requeued: Whether this is a restarted SLURM job or torchrun launch, which resumes its run with its settings,
-            whatever the arguments say.
-        averaged: The checkpoints whose mean is used (`--average`), of which `checkpoint` is the last; or empty.
-        takes_inputs: The option of the data for the inputs of `predict`; None without inputs.
-    """
-
-    args: list[str]
-    checkpoint: Path | None = None
-    content: dict[str, Any] | None = None
-    run: dict[str, Any] | None = None
-    describes: bool = False
-    uses_data: bool = True
-    data_fixes: bool = True
-    requeued: bool = False
-    averaged: Sequence[Path] = ()
-    takes_inputs: str | None = None
+    args: list[str]  # the arguments for jsonargparse, starting with the command
+    checkpoint: Path | None = None  # the file, or None
+    content: dict[str, Any] | None = None  # its content; of a folder, what all processes have in common
+    run: dict[str, Any] | None = None  # what the command takes of the configuration of the user's run; None without one
+    describes: bool = False  # whether the file alone describes the model: nothing of the user's does
+    uses_data: bool = True  # whether the command takes data
+    data_fixes: bool = True  # whether `Task.fixed_by_data` come from the data; if not, from the checkpoint
+    requeued: bool = False  # a restarted SLURM job or torchrun launch resumes its run, whatever the arguments say
+    averaged: Sequence[Path] = ()  # whose mean is used (`--average`), of which `checkpoint` is the last; or empty
+    takes_inputs: str | None = None  # the option of the data for the inputs of `predict`; None without inputs
 
 
 def resolve(arguments: Arguments) -> Resolved:

@@ -18,14 +18,11 @@ class BatchSampler(DistributedSampler[Any]):
     Args:
         n_samples: Size of the data set.
         options: Arguments of `DistributedSampler`.
-
-    Attributes:
-        start: Number of batches that `ResumableLoader` skips, since the interrupted run trained on them.
     """
 
     def __init__(self, n_samples: int, **options: Any) -> None:
         super().__init__(range(n_samples), **options)  # type: ignore[arg-type]  # only its length is used
-        self.start = 0
+        self.start = 0  # number of batches that `ResumableLoader` skips, since the interrupted run trained on them
 
 
 class ShardedBatches(BatchSampler):

@@ -91,12 +91,10 @@ class ArrayWriter:
 
 
 class StoredArray:
-    """The items of an array. Its .json is read unless `header`, the content, is given.
+    """The items of an array, whose .json is read unless its content is given as `header`.
 
-    Attributes:
-        rows: (n, …), the rows of all items, memory-mapped.
-        borders: (2, items + 1): item i has the rows from `borders[0, i]` to before `borders[0, i + 1]`.
-        header: The content of its .json.
+    `rows`, (n, …), are those of all items, memory-mapped. Item i has those from `borders[0, i]` to before
+    `borders[0, i + 1]`, of (2, items + 1) `borders`.
 
     Raises:
         ValueError: If the array is damaged.

@@ -50,20 +50,14 @@ class Vocabularies(NamedTuple):
 
 
 class SplitPairs:
-    """The items of a split: source texts, each with one target or several.
-
-    Attributes:
-        sources: Tokens of the items' source texts.
-        targets: Tokens of all targets.
-        digests: Those of the tokens of both sides.
-        first: (items + 1,): the targets of item i are those from `first[i]` to `first[i + 1] - 1`, at least one.
-    """
+    """The items of a split: source texts, each with one target or several."""
 
     def __init__(self, folder: Path, split: str) -> None:
         self._made_from = folder, split
-        self.sources, self.targets = (StoredArray(folder, f"{split}-{side}") for side in _SIDES)
+        self.sources, self.targets = (StoredArray(folder, f"{split}-{side}") for side in _SIDES)  # tokens
         self._texts = {side: StoredArray(folder, f"{split}-{side}-text") for side in _SIDES}
         self.digests = [array.header for array in (self.sources, self.targets)]
+        # (items + 1,): the targets of item i are those from `first[i]` to `first[i + 1] - 1`, at least one.
         self.first = np.load(regular(folder / f"{split}.first.npy"), mmap_mode="r")
 
     def __reduce__(self) -> tuple[Any, ...]:

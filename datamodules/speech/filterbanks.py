@@ -113,14 +113,11 @@ class StreamingFilterbanks:
     """Computes the filterbanks of a stream of samples: a frame as soon as its last sample was given.
 
     The frames are those of the whole, for any division into pieces. At most a frame of samples is kept.
-
-    Attributes:
-        samples: The first samples (n,) of the next frame. None: nothing was read.
     """
 
     def __init__(self, filterbanks: Filterbanks) -> None:
         self.filterbanks = filterbanks
-        self.samples: Tensor | None = None
+        self.samples: Tensor | None = None  # the first samples (n,) of the next frame. None: nothing was read
 
     def __call__(self, samples: Tensor) -> Tensor:
         """Return the next frames (T, F), T ≥ 0, after the next samples (n,), in −1 … 1."""
@@ -136,13 +133,10 @@ class RunningNormalization:
 
     A recogniser that was trained with `normalize: utterance` or `speaker`, whose statistics look ahead, gets other
     features from it, above all in the first seconds.
-
-    Attributes:
-        moments: (3, F), `moments` of the frames so far. None: there was none.
     """
 
     def __init__(self) -> None:
-        self.moments: Tensor | None = None
+        self.moments: Tensor | None = None  # (3, F), `moments` of the frames so far. None: there was none
 
     def __call__(self, features: Tensor) -> Tensor:
         """Return the next frames (T, F), normalised."""

@@ -23,13 +23,9 @@ class DrawnSequence(NamedTuple):
 
 
 class SegmentedSequences(Dataset[TokenBatch]):
-    """Sequences drawn by index and cut into segments. Only the first segment may be shorter.
+    """Sequences drawn by index and cut into segments. Only the first segment may be shorter."""
 
-    Attributes:
-        training: Whether the segments are for training, without `offsets`.
-    """
-
-    training = False
+    training = False  # whether the segments are for training, without `offsets`
 
     def __init__(self, length: int, segment_len: int | None) -> None:
         self.length = length

@@ -41,9 +41,6 @@ class Documents:
         begins: (documents,), offset of each document in `tokens`.
         lengths: (documents,), number of tokens of each, at least 1.
 
-    Attributes:
-        borders: (documents + 1,): document i is `self[borders[i] : borders[i + 1]]`.
-
     Examples:
         >>> documents = Documents(np.arange(9), np.array([6, 0]), np.array([3, 2]))
         >>> documents[1:5].tolist()
@@ -59,7 +56,7 @@ class Documents:
     ) -> None:
         self._tokens, self._begins = tokens, begins
         self.identity = identity or {}
-        self.borders = np.zeros(len(lengths) + 1, np.int64)
+        self.borders = np.zeros(len(lengths) + 1, np.int64)  # document i is `self[borders[i] : borders[i + 1]]`
         np.cumsum(lengths, out=self.borders[1:])
         # What is read in one piece: a document, or a run of neighbours in one file if most documents have a neighbour.
         self._runs = begins, self.borders

@@ -93,11 +93,7 @@ class TokenStore:
     In a folder prepared from files without splits, of every `held_out` texts, in the order of the input, the first is
     for test and the second for validation.
 
-    Args:
-        folder: The folder.
-
-    Attributes:
-        n_shared: Number of the longer texts of "val" and "test" that are in "train", too, where they were compared.
+    `n_shared` is the number of the longer texts of "val" and "test" that are in "train", too, where they were compared.
 
     Raises:
         FileNotFoundError: If it is not a token store.

@@ -65,29 +65,19 @@ class Tokenizer(ABC):
 
     Raises:
         ValueError: If `start` or `end` is not in the vocabulary.
-
-    Attributes:
-        kind: Name in `tokens=`: bytes, characters, words, bpe or amino_acids; or pretrained or numbers, which are not
-            learnt.
-        unit: Name of the unit that a token represents, for reports: byte, character or token.
-        separator: The text between a text and the decoded tokens that follow it.
-        saved_as: Type of `vocabulary`.
-        largest: The largest token of a text.
     """
 
-    kind: ClassVar[str]
-    unit: ClassVar[str] = "token"
-    separator: ClassVar[str] = ""
-    saved_as: ClassVar[type] = type(None)
-    replaces: ClassVar[tuple[str, str]] = ("characters", UNK)
-    """Names of what a vocabulary may lack, and of what it is read as."""
-    n_replaced = 0
-    """Number of these encoded so far."""
+    kind: ClassVar[str]  # bytes, characters, words, bpe or amino_acids; or pretrained or numbers, which are not learnt
+    unit: ClassVar[str] = "token"  # what a token represents, for reports: byte, character or token
+    separator: ClassVar[str] = ""  # the text between a text and the decoded tokens that follow it
+    saved_as: ClassVar[type] = type(None)  # of `vocabulary`
+    replaces: ClassVar[tuple[str, str]] = ("characters", UNK)  # what a vocabulary may lack, and as what it is read
+    n_replaced = 0  # number of these encoded so far
 
     def __init__(self, vocabulary: Any, n_tokens: int, start: int | None = None, end: int | None = None) -> None:
         self.vocabulary, self.n_tokens, self.end = vocabulary, n_tokens, end
         self.start = n_tokens - 1 if start is None else start
-        self.largest = n_tokens - (2 if start is None else 1)
+        self.largest = n_tokens - (2 if start is None else 1)  # token of a text
         self._check(start=start, end=end)
 
     def _check(self, **tokens: int | None) -> None:

@@ -43,21 +43,14 @@ class Settings:
     Args:
         pairs: Keys such as `model`, `model.backbone.init_args.d_model` or `trainer.callbacks+`, and their values.
         folder: The folder to which names of files in the values are relative.
-
-    Attributes:
-        raw: The last value as it is stated, which may be the name of a file of settings.
-        value: The last value, the name of a class, or a list; None if only options are stated.
-        options: The options of the class, by their names. Another class drops those of the one before.
-        items: Those of the list; None if there is none.
-        is_given: Whether the option itself is stated, and not only its options, or an item that is appended.
     """
 
     def __init__(self, pairs: Iterable[tuple[Any, Any]] = (), folder: Path = Path()) -> None:
-        self.raw: Any = None
-        self.value: Any = None
-        self.options: dict[str, Settings] = {}
-        self.items: list[Settings] | None = None
-        self.is_given = False
+        self.raw: Any = None  # the last value as it is stated, which may be the name of a file of settings
+        self.value: Any = None  # the last value, the name of a class, or a list; None if only options are stated
+        self.options: dict[str, Settings] = {}  # of the class, by their names; another class drops them
+        self.items: list[Settings] | None = None  # those of the list; None if there is none
+        self.is_given = False  # whether the option itself is stated, not only its options, or an appended item
         self._n_given = 0  # items that were not appended
         self.update(pairs, folder)
 
@@ -188,14 +181,6 @@ class Arguments:
         args: The command, as in `lit-effattn COMMAND`, and its arguments.
         files: Files in place of those that `args` name.
 
-    Attributes:
-        command: The command.
-        typed: `args`.
-        options: The flags and other arguments, in their order.
-        flags: What flags state.
-        inputs: `predict`: the arguments that are not flags, which are to be predicted.
-        remaining: The arguments without these, and without the flags that name files, the run and the checkpoint.
-
     Raises:
         ValueError: If one of these flags has no value.
     """
@@ -203,15 +188,16 @@ class Arguments:
     def __init__(self, args: Sequence[str], files: Sequence[File] | None = None) -> None:
         self.command = args[0]
         self.typed = [*args]
-        self.options = [*_options(args[1:])]
+        self.options = [*_options(args[1:])]  # the flags and other arguments, in their order
         own = _OWN.get(self.command, _OWN_OF_RUNS)
         for option in self.options:
             if option.key in own and option.text is None:
                 raise ValueError(f"--{option.key.rstrip('+')} has no value: expected one argument")
         self._pairs = [(o.key, _value(o)) for o in self.options if o.key and o.key != "config"]
-        self.flags = Settings(self._pairs)
+        self.flags = Settings(self._pairs)  # what flags state
         given = [o for o in self.options if self.command == "predict" and not (o.key or o.args[0].startswith("-"))]
         self.inputs = [option.args[0] for option in given]
+        # Without these, and without the flags that name files, the run and the checkpoint.
         self.remaining = [arg for o in self.options if o.key not in own and o not in given for arg in o.args]
         if files is not None:
             self.files = files

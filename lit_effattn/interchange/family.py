@@ -108,23 +108,15 @@ class Entry(NamedTuple):
 class Family(ABC):
     """A family of decoders whose tensors have the same names."""
 
-    model_types: ClassVar[tuple[str, ...]]
-    """Values of `model_type` in config.json."""
-
-    prefix: ClassVar[str]
-    """The prefix of all tensors but the head's. Folders of a model without its head leave it out."""
-
-    buffers: ClassVar[str]
-    """Pattern of the names of tensors that hold no parameters."""
-
+    model_types: ClassVar[tuple[str, ...]]  # values of `model_type` in config.json
+    prefix: ClassVar[str]  # of all tensors but the head's. Folders of a model without its head leave it out
+    buffers: ClassVar[str]  # pattern of the names of tensors that hold no parameters
+    transposed: ClassVar[str] = ""  # pattern of the names of tensors that are transposes of those of torch.nn.Linear
     modules: ClassVar[Mapping[str, str]]
     """Names of modules with a weight and, where the model has one, a bias; those of a `LanguageModel` as values.
 
     `{i}` is the number of a layer. Several modules, separated by spaces, are concatenated. The embedding is first.
     """
-
-    transposed: ClassVar[str] = ""
-    """Pattern of the names of the tensors that are transposes of those of torch.nn.Linear."""
 
     @abstractmethod
     def build(self, content: Mapping[str, Any], tokenizer: str | None) -> LanguageModel:

@@ -105,12 +105,8 @@ def walk_splits(
 ) -> tuple[dict[str, list[Path]], Faults]:
     """List the files of a folder as `walk` does, by its subfolders train, val and test, and what is left out.
 
-    Without these subfolders all files are under the key "".
-
-    Args:
-        root: The folder.
-        suffixes: See `walk`.
-        glob: Pattern of the names to list, relative to the folder of their split; None: all.
+    Without these subfolders all files are under the key "". `glob` is a pattern of the names to list, relative to the
+    folder of their split.
 
     Raises:
         FileNotFoundError: If there is no such folder.

@@ -201,12 +201,7 @@ def cached_folder(folder: Path, make: Callable[[Path], None], is_whole: Callable
     """Create `folder` unless it is complete: `make` fills a temporary folder, which is then renamed to `folder`.
 
     If several processes call this, one creates the folder and the others wait. A folder that an interrupted run left or
-    that was damaged later is created again.
-
-    Args:
-        folder: The folder.
-        make: Writes the files, with `write_about` at the end unless `is_whole` is given.
-        is_whole: Returns whether a folder is complete.
+    that was damaged later is created again. Unless `is_whole` is given, `make` calls `write_about` at the end.
 
     Raises:
         OSError: If the folder above can't be written to.

@@ -257,9 +257,7 @@ def stream_pipe(file: BinaryIO, sample_rate: int, block: int) -> Iterator[Tensor
 def _kind(head: bytes, mpeg: int) -> str | None:
     """Return what a pipe holds in place of samples, by its first bytes; None: samples.
 
-    Args:
-        head: The first bytes.
-        mpeg: The length of the MPEG frame that they would be, after which another one begins; 0: they are not one.
+    `mpeg` is the length of the MPEG frame that they would be, after which another one begins; 0: they are not one.
     """
     if mpeg:
         return "MP3" if mpeg_frame(head[mpeg : mpeg + 4])[0] else None

@@ -172,11 +172,8 @@ def pronounced(
 ) -> list[Utterance]:
     """Add the phones of their texts to utterances. Leave out those with unknown words, and count them in a warning.
 
-    Args:
-        spoken: Utterances and their texts; None: the utterance already has phones.
-        lexicon: The lexicon.
-        name: Name of the source, for the warning.
-        g2p: Pronounces the words that the lexicon lacks. None: they are unknown.
+    An utterance without a text already has phones. `name` is that of the source. `g2p` pronounces the words that the
+    lexicon lacks; without it they are unknown.
 
     Raises:
         ValueError: If no utterance is left.

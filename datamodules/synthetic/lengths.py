@@ -52,17 +52,11 @@ class LengthTask(SyntheticTask):
 
 @dataclass(eq=False)
 class LengthSequences(Dataset[TokenBatch], ABC):
-    """Sequences drawn by index: the i-th is always the same, for any non-negative integer i.
+    """Sequences drawn by index: the i-th is always the same, for any non-negative integer i."""
 
-    Args:
-        lengths: Lengths of the sequences, which take turns.
-        n_each: Number of consecutive sequences of one length.
-        stream: Number of the random stream. Different streams have different sequences.
-    """
-
-    lengths: tuple[int, ...]
-    n_each: int
-    stream: int
+    lengths: tuple[int, ...]  # of the sequences, which take turns
+    n_each: int  # number of consecutive sequences of one length
+    stream: int  # number of the random stream; different streams have different sequences
 
     @abstractmethod
     def draw(self, rng: np.random.Generator, length: int) -> tuple[np.ndarray, np.ndarray]:

@@ -124,12 +124,7 @@ class GroundedDialogues(TextStream):
 class DialogueStreams(TokenStreams):
     """A data set whose item t is the t-th segment of each of this process's streams of conversations.
 
-    Args:
-        conversations: The passages of each.
-        passages: Their tokens.
-        start: The token that begins a conversation, and ends every passage.
-        packed: See `GroundedDialogues`.
-        options: As for `TokenStreams`.
+    The token `start` begins a conversation, and ends each of its `passages`. Options are those of `TokenStreams`.
 
     Raises:
         ValueError: If there are fewer conversations than streams, or a passage has no tokens.

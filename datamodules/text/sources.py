@@ -70,11 +70,8 @@ def stdlib(max_bytes: int | None = None) -> TextSource:
 def one_file(name: str, path: Path, *, whole_characters: bool, max_bytes: int | None = None) -> TextSource:
     """Divide a file into documents: the first 90 % for training, the next 5 % for validation, the last 5 % for test.
 
-    Args:
-        name: Name of the source.
-        path: The file.
-        whole_characters: Divide between UTF-8 characters, up to three bytes later if necessary.
-        max_bytes: Use only this many bytes from the beginning of the file.
+    With `whole_characters` it is divided between UTF-8 characters, up to three bytes later if necessary. Only the first
+    `max_bytes` are used.
 
     Raises:
         ValueError: If the file is too short to be divided.

@@ -315,10 +315,7 @@ class WordTokenizer(_LibraryTokenizer):
     """Words separated by white space, with `<eos>` for every line end, the usual tokens of WikiText-103.
 
     The vocabulary is that of the training text, the most frequent word first, as adaptive softmax requires. Words
-    beyond `vocab_size` and unknown words are `<unk>`. `<start>` comes last.
-
-    Args:
-        words: The known words, including `<unk>`.
+    beyond `vocab_size` and unknown words are `<unk>`, which is one of `words`. `<start>` comes last.
     """
 
     kind, separator, saved_as = "words", " ", list

@@ -60,11 +60,8 @@ class RunRecord:
 def read_run(path: Path, *, length: int | None = None, trust: Sequence[str] = ()) -> RunRecord:
     """Read a run, or what a checkpoint outside all runs says of its own.
 
-    Args:
-        path: The folder, or the file.
-        length: Positions for which the bytes of a growing state are counted. Default: the data's `length`, `max_len` or
-            `segment_len`, the dimensions of an image, or 1,024.
-        trust: Classes of the user's own that its checkpoint may name: see `Task.load_from_checkpoint`.
+    The bytes of a growing state are counted for `length` positions. Default: the data's `length`, `max_len` or
+    `segment_len`, the dimensions of an image, or 1,024.
 
     Raises:
         ValueError: If `path` is not the folder of a run, or its configuration can't be read.

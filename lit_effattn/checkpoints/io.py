@@ -197,11 +197,8 @@ def _read(path: Path, read_folder: Callable[[Path], dict[str, Any]], map_locatio
 def read_intact(checkpoint: Path, *, training: bool, verify: bool) -> tuple[Path, dict[str, Any]]:
     """Read a checkpoint without its tensors; if training resumes from a damaged `last.ckpt`, read `previous.ckpt`.
 
-    Args:
-        checkpoint: The checkpoint.
-        training: Whether training resumes from the checkpoint.
-        verify: Whether all parts are verified. Processes that a command starts use the checkpoint that the command has
-            read; processes that another program starts (torchrun) each verify the same files.
+    Processes that a command starts do not `verify` all parts: they use the checkpoint that the command has read.
+    Processes that another program starts (torchrun) each verify the same files.
 
     Returns:
         The path of the checkpoint that was read, and its content.

@@ -13,9 +13,7 @@ _CONTROL = re.compile(
 def printable(text: str, *, one_line: bool = False) -> str:
     r"""Return text with escapes in place of characters that control a terminal or the direction of writing.
 
-    Args:
-        text: The text.
-        one_line: Whether tabs and line feeds are escaped, too.
+    With `one_line`, tabs and line feeds are escaped, too.
 
     Examples:
         >>> print(printable("a\x1b[2Jb\u202ec"))

@@ -33,13 +33,10 @@ _RUN = re.compile(r"\d{4}-\d\d-\d\d_\d\d-\d\d-\d\d(_\d+)?")
 
 
 def new_run(root: Path, everything: Path | None = None) -> Path:
-    """Create the folder of a new run under `root`. It is never an existing folder.
+    """Create the folder of a new run under `root`, that of the runs of one configuration. It is never an existing one.
 
-    By its name it is the newest run in `everything`, even if the clock was set back: `last` is the newest.
-
-    Args:
-        root: The folder of the runs of one configuration.
-        everything: That of all runs. Default: `root`; so too if `root` is outside.
+    By its name it is the newest run in `everything`, that of all runs, or in `root` if that is outside, even if the
+    clock was set back: `last` is the newest.
     """
     if everything is None or not root.resolve().is_relative_to(everything.resolve()):
         everything = root

@@ -148,9 +148,7 @@ class _CurrentFolder:
 def may_name_modules(text: str, *, in_file: bool = False) -> None:
     """Let the words of the user's own arguments or files name modules in the current folder: my_module.MyAttention.
 
-    Args:
-        text: The words.
-        in_file: Whether they are of a file. While jsonargparse reads one, the file's folder is the current one.
+    While jsonargparse reads a file, the file's folder is the current one: then `in_file` is True.
     """
     if not in_file:
         _CurrentFolder.folder = Path.cwd()

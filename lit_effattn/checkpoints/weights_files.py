@@ -31,16 +31,10 @@ def write_weights_file(
     dtype: torch.dtype | None = None,
     card: Mapping[str, Any] | None = None,
 ) -> None:
-    """Write a file that `read_weights_file` reads.
+    """Write the weights of a model, and its spec, into a file that `read_weights_file` reads.
 
-    Args:
-        path: The file.
-        weights: The model's `state_dict`.
-        model: Its spec.
-        version: Of lit-effattn.
-        saved: A checkpoint of the model, whose counters, last metrics and state of the data are kept.
-        dtype: Type of the floating-point weights. Default: as they are.
-        card: What `lit-effattn models` shows of a shipped model.
+    Of `saved`, a checkpoint of the model, the counters, last metrics and state of the data are kept. Floating-point
+    weights get the type `dtype`. `card` is what `lit-effattn models` shows of a shipped model.
 
     Raises:
         ValueError: If a weight is too large for `dtype`.

@@ -76,13 +76,8 @@ class SpeechStep(Step):
     samples begin factor · hop later. `lengths` (B,) is the number of valid feature vectors, or of those that are made
     of valid samples: factor; at the end of the sound less; 0 in the steps after the end, one for each frame of
     `look_ahead`. The log-probabilities (B, V) are those of `look_ahead` frames before, so the first `look_ahead` ones
-    are to be ignored.
-
-    Args:
-        task: A recogniser with a causal backbone.
-        batch_size: B.
-        max_len: Number of frames of a stream, for a backbone whose state grows.
-        features: Makes the features. None: the step reads features.
+    are to be ignored. A backbone whose state grows needs `max_len`, the number of frames of a stream. Without
+    `features`, the step reads features.
 
     Raises:
         ValueError: If the backbone is not causal, or the front end needs feature vectors of later frames.

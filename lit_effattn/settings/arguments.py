@@ -239,9 +239,7 @@ class Arguments:
     def for_parser(self, *, root: Path | None, run: Mapping[str, Any] | None = None) -> list[str]:
         """Return the arguments for jsonargparse: files, flags that were not read here, and the folder of the runs.
 
-        Args:
-            root: The folder of the runs; None for that of the flags or files.
-            run: The settings of a run of the user's, which files and flags override.
+        Files and flags override the settings of `run`. Without `root` the folder is that of the flags or files.
         """
         folder = self.flags.text("trainer.default_root_dir") if root is None else str(root)
         return [

@@ -1,7 +1,5 @@
 """The entry point: `python -m benchmarks [NAME] [options]`; `--help` lists the names."""
 
-from __future__ import annotations
-
 import argparse
 import os
 import shlex

@@ -1,7 +1,5 @@
 """Generation: images per second and state size of linear attention, and of softmax with and without a cache."""
 
-from __future__ import annotations
-
 import argparse
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial

@@ -4,8 +4,6 @@
 row is printed at once, as a line of JSON, so a run that is stopped keeps what it has. The table follows at the end.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

@@ -1,7 +1,5 @@
 """Causal linear attention, Performer and the gated delta rule: kernels, PyTorch and libraries."""
 
-from __future__ import annotations
-
 import argparse
 import inspect
 import math

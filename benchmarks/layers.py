@@ -1,7 +1,5 @@
 """Whole attention layers compared with those of libraries from PyPI, with the same weights if possible."""
 
-from __future__ import annotations
-
 import argparse
 import copy
 import sys

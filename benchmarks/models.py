@@ -1,7 +1,5 @@
 """The models that are measured: the same `PixelModel` with linear, softmax or LSH attention."""
 
-from __future__ import annotations
-
 from functools import partial
 from typing import NamedTuple
 

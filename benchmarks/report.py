@@ -1,7 +1,5 @@
 """Tables as Markdown and JSON, each after the settings that are needed to repeat it."""
 
-from __future__ import annotations
-
 import datetime
 import json
 import os

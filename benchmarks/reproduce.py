@@ -3,8 +3,6 @@
 Runs in the log are not repeated. A run that was killed resumes from its last checkpoint.
 """
 
-from __future__ import annotations
-
 import argparse
 import datetime
 import hashlib

@@ -1,7 +1,5 @@
 """Growth of time, memory and state of one attention layer with the length: the measured exponents of O(·)."""
 
-from __future__ import annotations
-
 import argparse
 import math
 from collections.abc import Callable, Sequence

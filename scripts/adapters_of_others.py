@@ -1,7 +1,5 @@
 """Adapters of modules of other packages, whose laws `scripts/laws_of_others.py` checks."""
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Iterator
 from typing import Any

@@ -12,8 +12,6 @@ seconds. The splits share no sentence: the distinct sentences are sorted by the 
 tenth is for test, the second for validation, the rest for training. Recordings without a label file are left out.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import re

@@ -5,8 +5,6 @@
 The packages are those of the extra `laws`. Models are tiny and random, and compute on one thread of the CPU.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import io

@@ -16,8 +16,6 @@ Other languages of the help work as well. French, for example:
     python -m scripts.libreoffice_pairs english french data/libreoffice_fr
 """
 
-from __future__ import annotations
-
 import hashlib
 from collections import defaultdict
 from collections.abc import Iterator

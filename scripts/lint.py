@@ -3,8 +3,6 @@
 A check reads texts alone: nothing of the package is imported.
 """
 
-from __future__ import annotations
-
 import ast
 import io
 import json

@@ -15,8 +15,6 @@ Environments are made one at a time and deleted. REPOSITORY_URL is the address t
 UV_TORCH_BACKEND=cpu installs PyTorch without CUDA.
 """
 
-from __future__ import annotations
-
 import argparse
 import hashlib
 import os

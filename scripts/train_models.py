@@ -9,8 +9,6 @@ are those of `lit-effattn test` on the float16 file. Training is reproducible wi
 number of threads; others round differently.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import platform

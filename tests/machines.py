@@ -14,8 +14,6 @@ counted from 0.
 Logs and the names of failed tests are in build/machines/.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess

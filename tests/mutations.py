@@ -10,8 +10,6 @@ of the file's folder and all, as far as `--reach` says. A mutant that no test fa
 nothing that can be seen.
 """
 
-from __future__ import annotations
-
 import argparse
 import ast
 import compileall

@@ -9,8 +9,6 @@ file was written with the same version of torch and the same instructions. A wei
 everywhere; without vector instructions it differs by up to 5e-5.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import math

@@ -1,7 +1,5 @@
 """`check`: all laws for one module."""
 
-from __future__ import annotations
-
 import inspect
 import time
 from collections.abc import Iterable

@@ -1,7 +1,5 @@
 """`lit-effattn check` and `python -m lit_effattn.laws`: the laws for a module that is given by its name."""
 
-from __future__ import annotations
-
 import argparse
 import ast
 import importlib

@@ -1,7 +1,5 @@
 """Comparisons of what a law says must be equal, and the differences that they show."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass

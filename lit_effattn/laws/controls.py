@@ -1,7 +1,5 @@
 """Laws about what outputs depend on: not on the future, but on everything else; else the other laws say nothing."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import torch

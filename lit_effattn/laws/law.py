@@ -1,7 +1,5 @@
 """The form of a law: its cases, what it compares in each, and the failures."""
 
-from __future__ import annotations
-
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence

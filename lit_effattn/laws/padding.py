@@ -1,7 +1,5 @@
 """Laws about padding: it is nothing."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from typing import Any
 

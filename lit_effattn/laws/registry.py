@@ -1,7 +1,5 @@
 """All laws, in the order in which they are checked."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 
 from lit_effattn.laws.controls import Alive, NoFuture

@@ -1,7 +1,5 @@
 """The results of checking a module, as text."""
 
-from __future__ import annotations
-
 import importlib.util
 import sys
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """Laws about what is saved and loaded, compiled, and generated."""
 
-from __future__ import annotations
-
 import io
 from collections.abc import Iterator, Sequence
 from typing import Any

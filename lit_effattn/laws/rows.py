@@ -1,7 +1,5 @@
 """Laws about the rows of a batch, which do not know each other."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Sequence
 from typing import Any

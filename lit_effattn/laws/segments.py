@@ -1,7 +1,5 @@
 """Laws about a stream that is cut into segments, the state handed along."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Sequence
 

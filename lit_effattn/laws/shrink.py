@@ -1,7 +1,5 @@
 """Make a failing case smaller: fewer rows, shorter segments, fewer of them, fewer layers."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Iterator
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """A module under test: its inputs and calls in one type on one device."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any

@@ -1,7 +1,5 @@
 """The laws as tests of pytest."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any, ClassVar
 

@@ -1,7 +1,5 @@
 """Operations on the tensors in a state of any class: tuples, lists, dictionaries and objects, nested."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable, Iterator
 from typing import Any

@@ -1,7 +1,5 @@
 """Configurations of the papers' sizes have as many parameters as the papers and the authors' code say, and train."""
 
-from __future__ import annotations
-
 from contextlib import nullcontext
 from functools import cache
 from pathlib import Path

@@ -12,8 +12,6 @@ accumulation, validation and schedule. The exit code is 1 if any resumed run dif
 signals: see `tests.faults.signals`.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import random

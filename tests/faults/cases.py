@@ -1,7 +1,5 @@
 """Small runs of five tasks, and a deterministic cover of the pairs of their settings."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Bit-for-bit comparison of a resumed run with an uninterrupted one."""
 
-from __future__ import annotations
-
 import csv
 import math
 import re

@@ -1,7 +1,5 @@
 """A callback that kills or stops a run at a named moment. The configurations of the harness name it."""
 
-from __future__ import annotations
-
 import io
 import json
 import os

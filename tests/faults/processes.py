@@ -1,7 +1,5 @@
 """Running the command in processes that may be killed."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -6,8 +6,6 @@ target (the process or its group) and the environment (a shell, or a SLURM job).
 training run stopped, and the job is requeued by SIGUSR1 in the training, once.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 import time

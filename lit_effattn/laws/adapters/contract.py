@@ -1,7 +1,5 @@
 """The adapter of modules with this package's contract: `y, state = module(x, state, lengths)`."""
 
-from __future__ import annotations
-
 from contextlib import AbstractContextManager
 from typing import Any
 

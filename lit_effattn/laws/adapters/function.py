@@ -1,7 +1,5 @@
 """The adapter of a function of queries, keys and values."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

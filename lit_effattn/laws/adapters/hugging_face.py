@@ -1,7 +1,5 @@
 """The adapter of the causal language models of the package transformers."""
 
-from __future__ import annotations
-
 import inspect
 from typing import Any, Literal
 

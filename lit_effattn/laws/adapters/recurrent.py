@@ -1,7 +1,5 @@
 """The adapter of `torch.nn.LSTM`, `GRU` and `RNN`."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

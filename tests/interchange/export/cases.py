@@ -1,7 +1,5 @@
 """Models whose steps are exported: every kind with the options that the laws try, and what is around an attention."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from typing import Any

@@ -14,6 +14,21 @@ from lit_effattn.callbacks.sample_grid import SampleGrid
 from lit_effattn.callbacks.stop_on_signal import StopOnSignal
 from lit_effattn.stopping import Stopped
 
-__all__ = ["BestCheckpoint", "CheckFinite", "ClipEachParameter", "Compile", "CostLog", "FeatureRedraw"]
-__all__ += ["GlobalLossNormalization", "LastCheckpoint", "MemoryCarry", "NotFiniteError", "ParameterSummary"]
-__all__ += ["ProgressBar", "RandomStates", "SampleGrid", "StopOnSignal", "Stopped"]
+__all__ = [
+    "BestCheckpoint",
+    "CheckFinite",
+    "ClipEachParameter",
+    "Compile",
+    "CostLog",
+    "FeatureRedraw",
+    "GlobalLossNormalization",
+    "LastCheckpoint",
+    "MemoryCarry",
+    "NotFiniteError",
+    "ParameterSummary",
+    "ProgressBar",
+    "RandomStates",
+    "SampleGrid",
+    "StopOnSignal",
+    "Stopped",
+]

@@ -27,10 +27,47 @@ from lit_effattn.datamodules.synthetic.state_tracking import StateTracking
 from lit_effattn.datamodules.text.dialogues import GroundedDialogues
 from lit_effattn.datamodules.text.text_stream import TextStream
 
-__all__ = ["BLANK", "IGNORE", "AssociativeRecall", "AudioError", "CopyTask", "DialogueTask", "EspeakCorpus"]
-__all__ += ["Filterbanks", "GroundedDialogues", "LabelledBatch", "LabelledImages", "LabelledTexts", "LengthBatches"]
-__all__ += ["Lexicon", "LibriSpeechCorpus", "ManifestCorpus", "PairBatch", "PixelSequences", "Pronouncer", "Response"]
-__all__ += ["ResumableLoader", "RetrievalTask", "SequencePairs", "ShardedBatches", "SortingTask", "SpecAugment"]
-__all__ += ["SpeechBatch", "SpeechCorpus", "SpeechData", "StateTracking", "TextStream", "TimitCorpus", "TokenBatch"]
-__all__ += ["Utterance", "WaveAugment", "counting_accuracy", "images_to_levels", "levels_to_images", "pack"]
-__all__ += ["pad_labelled", "pad_tokens", "read_audio"]
+__all__ = [
+    "BLANK",
+    "IGNORE",
+    "AssociativeRecall",
+    "AudioError",
+    "CopyTask",
+    "DialogueTask",
+    "EspeakCorpus",
+    "Filterbanks",
+    "GroundedDialogues",
+    "LabelledBatch",
+    "LabelledImages",
+    "LabelledTexts",
+    "LengthBatches",
+    "Lexicon",
+    "LibriSpeechCorpus",
+    "ManifestCorpus",
+    "PairBatch",
+    "PixelSequences",
+    "Pronouncer",
+    "Response",
+    "ResumableLoader",
+    "RetrievalTask",
+    "SequencePairs",
+    "ShardedBatches",
+    "SortingTask",
+    "SpecAugment",
+    "SpeechBatch",
+    "SpeechCorpus",
+    "SpeechData",
+    "StateTracking",
+    "TextStream",
+    "TimitCorpus",
+    "TokenBatch",
+    "Utterance",
+    "WaveAugment",
+    "counting_accuracy",
+    "images_to_levels",
+    "levels_to_images",
+    "pack",
+    "pad_labelled",
+    "pad_tokens",
+    "read_audio",
+]

@@ -110,7 +110,9 @@ class LastCheckpoint(Checkpoint):
                 "of the others; leave one of them out"
             )
         if not hasattr(trainer.strategy.checkpoint_io, "asynchronous"):
-            raise ValueError("asynchronous needs Trainer(plugins=[lit_effattn.checkpoints.io.AtomicCheckpointIO()])")
+            raise ValueError(
+                "asynchronous=True needs Trainer(plugins=[lit_effattn.checkpoints.io.AtomicCheckpointIO()])"
+            )
         trainer.strategy.checkpoint_io.asynchronous = True
 
     def _keep_best(self, trainer: pl.Trainer, monitor: str | None) -> None:

@@ -91,10 +91,9 @@ class ArrayWriter:
 
 
 class StoredArray:
-    """The items of an array, whose .json is read unless its content is given as `header`.
+    """The items of an array. Its .json is read unless its content is given as `header`.
 
-    `rows`, (n, …), are those of all items, memory-mapped. Item i has those from `borders[0, i]` to before
-    `borders[0, i + 1]`, of (2, items + 1) `borders`.
+    `rows`, (n, …), are memory-mapped. Item i is `rows[borders[0, i] : borders[0, i + 1]]`, by (2, items + 1) `borders`.
 
     Raises:
         ValueError: If the array is damaged.

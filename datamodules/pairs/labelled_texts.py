@@ -94,7 +94,9 @@ class LabelledTexts(LengthBatched):
         super().__init__(batch_texts, batch_tokens=batch_tokens, **options)
         self.save_hyperparameters(logger=False)
         if (root is None) == (path is None):
-            raise ValueError(f"root={root!r}, path={path!r}: give one, the file, folder or data set of the texts")
+            raise ValueError(
+                f"root={root!r}, path={path!r}: give one of them, the file, folder or data set of the texts"
+            )
         if path is None and subset is not None:
             raise ValueError(f"subset={subset!r} is of a data set path, but root={root!r} was given; leave it out")
         at_least(1, max_len=max_len, batch_texts=batch_texts)

@@ -68,8 +68,8 @@ def token_type(tokenizer: Tokenizer) -> np.dtype[Any]:
 def write_manifest(folder: Path, tokenizer: Tokenizer, settings: dict[str, Any], n_shards: int) -> dict[str, Any]:
     """Complete a store, and return the content of its manifest.
 
-    The settings, plain data, have `splits`, the split of each shard; or `splits` is None, and of so many texts as
-    `held_out` one is for test and one for validation.
+    `settings` are plain data. Their `splits` are the splits of the shards. If they are None, one of every `held_out`
+    texts is for test and one for validation.
     """
     shards = [read_header(folder, shard_name(number)) for number in range(n_shards)]
     totals = {"n_documents": "n_items", "n_tokens": "n_rows", "n_bytes": "n_bytes"}

@@ -151,7 +151,9 @@ class Tokenizer(ABC):
         name = content.get("tokens") if isinstance(content, dict) else None
         kinds = KINDS | {kind.kind: kind for kind in (PretrainedTokenizer, NumberTokenizer)}
         if not isinstance(name, str) or name not in kinds:
-            raise ValueError(f"spec={str(spec)[:80]!r} is not a tokenizer; its tokens must be one of {[*kinds]}")
+            raise ValueError(
+                f"spec={str(spec)[:80]!r} does not describe a tokenizer; its tokens must be one of {[*kinds]}"
+            )
         try:
             return kinds[name]._from(content.get("vocabulary"))
         except TypeError as error:

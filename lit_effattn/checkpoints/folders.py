@@ -150,7 +150,7 @@ def _together(act: Callable[[], T], kind: type[Exception]) -> T:
 class Parts:
     """The files of a folder. Each part is verified when it is first used; its values are read when they are used.
 
-    `map_location` is of the tensors that are not divided.
+    Tensors that are not divided are read to `map_location`, as by `torch.load`.
 
     Raises:
         DamagedError: If a file is missing, cut off, changed, a link, or of another checkpoint. The message names it.
@@ -162,7 +162,9 @@ class Parts:
         self.common = read(_real(folder / COMMON), map_location)
         about = self.common.pop(PARTS_KEY, None)
         if isinstance(about, dict) and about.get("format", _FORMAT) != _FORMAT:
-            raise ValueError(f"{folder} is of format {about['format']!r}, of a newer lit-effattn; update it")
+            raise ValueError(
+                f"{folder} is of format {about['format']!r}: it was saved by a newer lit-effattn; update it"
+            )
         try:
             self._token, self._bytes, self.own = about["token"], [int(n) for n in about["bytes"]], list(about["own"])
         except (TypeError, KeyError, ValueError):

@@ -171,8 +171,9 @@ def read_outline(path: str | Path, *, verify: bool = False) -> dict[str, Any]:
 
     def of_folder(folder: Path) -> dict[str, Any]:
         parts = Parts(folder)
-        for rank in range(len(parts)) if verify else ():
-            parts[rank]
+        if verify:
+            for rank in range(len(parts)):
+                parts[rank]  # is verified when it is read
         return parts.common
 
     return _read(model_path(path), of_folder)

@@ -180,7 +180,8 @@ def check_optimizer(saved: Any, optimizer: Optimizer, where: str, *, n_steps: in
         ValueError: If a size differs. The message names the part, its value and the expected one.
     """
     groups = optimizer.param_groups
-    sizes, expected = (" + ".join(str(len(g["params"])) for g in of_one) for of_one in (saved["param_groups"], groups))
+    sizes = " + ".join(str(len(group["params"])) for group in saved["param_groups"])
+    expected = " + ".join(str(len(group["params"])) for group in groups)
     if sizes != expected:
         raise ValueError(
             f"{where}.param_groups have {sizes} parameters, and those of this run {expected}: another optimizer or "

@@ -33,10 +33,10 @@ _RUN = re.compile(r"\d{4}-\d\d-\d\d_\d\d-\d\d-\d\d(_\d+)?")
 
 
 def new_run(root: Path, everything: Path | None = None) -> Path:
-    """Create the folder of a new run under `root`, that of the runs of one configuration. It is never an existing one.
+    """Create the folder of a new run under `root`, the folder of one configuration's runs. It never exists before.
 
-    By its name it is the newest run in `everything`, that of all runs, or in `root` if that is outside, even if the
-    clock was set back: `last` is the newest.
+    By its name it is the newest run in `everything`, the folder of all runs, even if the clock was set back: `last` is
+    the newest. If `root` is outside of that, it is the newest in `root`.
     """
     if everything is None or not root.resolve().is_relative_to(everything.resolve()):
         everything = root

@@ -170,7 +170,9 @@ class File(Settings):
             kind = "nothing" if content is None else f"a {type(content).__name__}"
             raise ValueError(f"--config {path} holds {kind}, not settings such as `model:`, `data:` and `trainer:`")
         if not isinstance(content.get("trainer") or {}, dict):
-            raise ValueError(f"--config {path}: trainer is {content['trainer']!r}, not settings as `max_steps: 100`")
+            raise ValueError(
+                f"--config {path}: trainer is {content['trainer']!r}, not settings such as `max_steps: 100`"
+            )
         return cls(path, content)
 
 

@@ -247,9 +247,9 @@ class LanguageModel(Task):
         """Stop intermediate losses at their fraction of the run."""
         if self.further is not None:
             self.further.follow(self.trainer.global_step, self._n_steps)
-        self.on_validation_batch_start(batch, batch_idx)
+        self._check_carried(batch, batch_idx)
 
-    def on_validation_batch_start(self, batch: TokenBatch, batch_idx: int, dataloader_idx: int = 0) -> None:
+    def _check_carried(self, batch: TokenBatch, batch_idx: int, dataloader_idx: int = 0) -> None:
         """Warn at the second batch if the backbone's memory is not carried to it."""
         fresh = getattr(batch, "fresh", None)
         if batch_idx == 1 and self._with_memory and not self.carries and fresh is not None and not fresh.all():
@@ -258,7 +258,7 @@ class LanguageModel(Task):
                 "memory, since no callback MemoryCarry carries it"
             )
 
-    on_test_batch_start = on_predict_batch_start = on_validation_batch_start
+    on_validation_batch_start = on_test_batch_start = on_predict_batch_start = _check_carried
 
     def training_step(self, batch: TokenBatch) -> Tensor:
         """Return the loss of `objective`. Responses are removed: compiled code would be compiled again for others."""

@@ -323,7 +323,7 @@ def test_runs_that_cannot_save_so_are_refused(tmp_path: Path):
         LastCheckpoint(asynchronous=True).setup(divided, Tiny(), "fit")
     run = trainer(tmp_path, [LastCheckpoint(asynchronous=True)], max_steps=4)
     run.strategy.checkpoint_io = TorchCheckpointIO()
-    with pytest.raises(ValueError, match=r"asynchronous needs Trainer\(plugins=\[.*AtomicCheckpointIO"):
+    with pytest.raises(ValueError, match=r"asynchronous=True needs Trainer\(plugins=\[.*AtomicCheckpointIO"):
         run.fit(Tiny(), loader(4))
 
 

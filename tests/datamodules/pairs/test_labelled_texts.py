@@ -219,8 +219,8 @@ def test_a_file_of_texts_replaces_the_corpus_in_prediction(tmp_path):
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"root": None}, "root=None, path=None: give one, the file"),
-        ({"path": "owner/name"}, "root='x', path='owner/name': give one, the file"),
+        ({"root": None}, "root=None, path=None: give one of them"),
+        ({"path": "owner/name"}, "root='x', path='owner/name': give one of them"),
         ({"subset": "y"}, "subset='y' is of a data set path, but root='x' was given; leave it out"),
         ({"max_len": 0}, "max_len=0 must be at least 1"),
         ({"batch_texts": 0}, "batch_texts=0 must be at least 1"),

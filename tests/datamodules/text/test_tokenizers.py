@@ -143,8 +143,9 @@ def test_what_is_no_tokenizer_is_refused(spec):
     ids=range(7),
 )
 def test_a_damaged_spec_is_refused(spec):
-    words = r"(does not describe|is not) a tokenizer|does not have a vocabulary of|is not a model of byte pairs"
-    with pytest.raises(ValueError, match=words) as caught:
+    with pytest.raises(
+        ValueError, match=r"does not describe a tokenizer|does not have a vocabulary of|is not a model of byte pairs"
+    ) as caught:
         Tokenizer.from_spec(spec)
     assert len(str(caught.value)) < 400
 

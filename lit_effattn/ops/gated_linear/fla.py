@@ -90,7 +90,7 @@ def _obstacle_of_triton(device: torch.device) -> str | None:
     from torch.torch_version import TorchVersion
 
     hopper, version = torch.cuda.get_device_capability(device)[0] == 9, TorchVersion(triton.__version__)
-    if not hopper or not "3.4" <= version < "3.7.1" or find_spec("tilelang") is not None:  # in place of these kernels
+    if not hopper or not "3.4" <= version < "3.7.1":
         return None
     return f"Triton {version} compiles its gradients of decays wrongly on Hopper GPUs; install a newer torch"
 

@@ -124,7 +124,7 @@ def test_it_is_chosen_where_it_can_be_used(monkeypatch: pytest.MonkeyPatch):
 def test_a_triton_that_is_wrong_on_hopper_is_named(capability, triton, wrong, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("triton.__version__", triton)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (capability, 0))
-    monkeypatch.setattr(fla, "find_spec", lambda name: None)
+    monkeypatch.setattr(fla, "find_spec", lambda name: object())  # tilelang replaces some of these kernels alone
     obstacle = fla._obstacle_of_triton.__wrapped__(CUDA)
     assert (obstacle is not None) == wrong
     assert not wrong or triton in obstacle

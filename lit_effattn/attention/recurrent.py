@@ -273,8 +273,8 @@ class RecurrentAttention(Attention):
             )
         if step is not None:
             k = k * step[..., None]
-        is_gated = log_decay is not None and log_decay.dim() > 1
-        if q.is_cuda and fla.use(q.device, given, self.qk_dim, gated=is_gated):
+        gated = fla.is_gated(log_decay, beta, lengths)
+        if q.is_cuda and fla.use(q.device, given, self.qk_dim, gated=gated):
             q, k, v = (t.to(given) for t in (q, k, v))
         skip = None if self.skip is None else self.skip[of, None, None].to(full)
         return _Heads(q, k, v, log_decay, beta, skip), recent

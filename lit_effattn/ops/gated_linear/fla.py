@@ -51,12 +51,19 @@ def use(device: torch.device, dtype: torch.dtype, width: int, *, gated: bool) ->
         device: Device of the tensors.
         dtype: Type of queries, keys and values.
         width: Width of queries and keys.
-        gated: Whether there is a decay per head and position.
+        gated: See `is_gated`.
 
     Raises:
         ValueError: If `LIT_EFFATTN_KERNELS` is "fla", which can't be used.
     """
     return _chosen(os.environ.get(KERNELS, ""), device, dtype, width, gated)
+
+
+def is_gated(log_decay: Tensor | None, beta: Tensor | None, lengths: Tensor | None) -> bool:
+    """Return whether the kernels get a decay per position: always but with fixed decays, (H,), and nothing else."""
+    return log_decay is not None and (
+        log_decay.dim() > 1 or log_decay.requires_grad or beta is not None or lengths is not None
+    )
 
 
 @torch.compiler.assume_constant_result
@@ -117,9 +124,9 @@ def gated_linear_attention(
     """Compute `pytorch.gated_linear_attention`, whose arguments these are. The state is in float32."""
     q, k, v = (t.transpose(1, 2) for t in (q, k, v))  # (B, N, H, D)
     beta = None if beta is None else beta.transpose(1, 2)  # (B, N, H)
-    fixed = log_decay is not None and log_decay.dim() == 1
-    if log_decay is not None and (not fixed or lengths is not None or log_decay.requires_grad or beta is not None):
-        log_decay, fixed = _by_position(log_decay, q), False
+    gated = is_gated(log_decay, beta, lengths)
+    if log_decay is not None and gated:
+        log_decay = _by_position(log_decay, q)
     if lengths is not None:
         padding = ~valid_positions(lengths, q.size(1))[..., None]  # (B, N, 1)
         k = k.masked_fill(padding[..., None], 0)
@@ -129,7 +136,7 @@ def gated_linear_attention(
     options: dict[str, Any] = {"scale": 1.0, "initial_state": state, "output_final_state": True}
     per_channel = log_decay is not None and log_decay.dim() == 4
     if log_decay is not None:
-        options["g_gamma" if fixed else "g"] = log_decay.float().clamp(min=LEAST)
+        options["g" if gated else "g_gamma"] = log_decay.float().clamp(min=LEAST)
     if beta is not None:
         options["beta"] = beta
         name = "delta_rule" if log_decay is None else "kda" if per_channel else "gated_delta_rule"

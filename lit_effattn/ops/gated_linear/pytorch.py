@@ -88,8 +88,8 @@ def gated_linear_attention(
     """
     _check(q, k, v, state, log_decay, beta, lengths)
     if form is None and q.is_cuda and q.dtype == k.dtype == v.dtype:
-        is_gated = log_decay is not None and log_decay.dim() > 1
-        form = "fla" if fla.use(q.device, q.dtype, q.size(-1), gated=is_gated) else None
+        gated = fla.is_gated(log_decay, beta, lengths)
+        form = "fla" if fla.use(q.device, q.dtype, q.size(-1), gated=gated) else None
     if form == "fla":
         return fla.gated_linear_attention(q, k, v, state, log_decay=log_decay, beta=beta, lengths=lengths)
     what = "linear attention with decay or the delta rule"

@@ -5,7 +5,7 @@ import warnings
 import pytest
 import torch
 
-from lit_effattn.attention import KimiDeltaAttention
+from lit_effattn.attention import KimiDeltaAttention, RetentionAttention
 from lit_effattn.ops.gated_linear import fla
 from lit_effattn.ops.gated_linear.pytorch import gated_linear_attention
 from lit_effattn.ops.runtime.operators import KERNELS
@@ -71,6 +71,25 @@ def test_fixed_decays_stay_a_number_a_head(monkeypatch: pytest.MonkeyPatch):
     options["log_decay"] = torch.tensor([-torch.inf, -1.0])  # the kernels subtract sums of logarithms
     fla.gated_linear_attention(q, k, v, state, **options)
     assert given["g_gamma"].tolist() == [fla.LEAST, -1.0]
+
+
+def test_what_is_gated_is_known_before_kernels_are_chosen(monkeypatch: pytest.MonkeyPatch):
+    """Those that get a decay per position are refused with some versions of Triton."""
+    said, given = [], []
+    monkeypatch.setattr(fla, "use", lambda *a, gated: said.append(gated) or True)
+    monkeypatch.setattr(
+        fla, "_kernel", lambda name: lambda q, k, v, *, initial_state, **o: given.append("g" in o) or (v, initial_state)
+    )
+    monkeypatch.setattr(torch.Tensor, "is_cuda", True)
+    lengths = torch.tensor([7, 2])
+    for rule in RULES:
+        tensors, options = inputs(7, 3, 4, *rule, dtype=torch.float32)
+        for padding in (None, lengths):
+            gated_linear_attention(*tensors, **options, lengths=padding)
+    assert said == given
+    for padding, gated in ((None, False), (lengths, True)):
+        RetentionAttention(8, 2)(torch.randn(2, 7, 8), None, padding)
+        assert [*said[-2:], given[-1]] == [gated] * 3
 
 
 def test_its_kernels_in_the_interpreter(in_triton, monkeypatch: pytest.MonkeyPatch):
@@ -154,12 +173,11 @@ def test_a_kind_hands_it_heads_of_the_autocast_type(monkeypatch: pytest.MonkeyPa
 def test_its_kernels_compute_the_definition_on_a_gpu():
     """In bfloat16, whose products round to 2⁻⁹, with states, padding and gradients, over several chunks."""
     for decay, delta in RULES:
-        gated = decay in ("head", "channel") or (decay == "fixed" and delta)
-        if fla._obstacle(CUDA, torch.bfloat16, 64, gated) is not None:
-            continue
         tensors, options = inputs(150, 64, 64, decay, delta, dtype=torch.float32, strongest=0.2)
+        lengths = torch.tensor([150, 70], device=CUDA)
+        if fla._obstacle(CUDA, torch.bfloat16, 64, fla.is_gated(*options.values(), lengths)) is not None:
+            continue
         to = {True: torch.bfloat16, False: torch.float32}
         tensors = [t.to(CUDA, to[i < 3]) for i, t in enumerate(tensors)]
         options = {name: t if t is None else t.to(CUDA) for name, t in options.items()}
-        lengths = torch.tensor([150, 70], device=CUDA)
         assert_defined(fla.gated_linear_attention, tensors, options, lengths=lengths, rtol=0.02)

@@ -45,4 +45,9 @@ def capability(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.delenv(KERNELS)
     monkeypatch.setattr(torch.version, "hip", None)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "GPU of old")
-    return lambda *numbers: monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: numbers)
+
+    def of(*numbers: int) -> None:
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: numbers)
+        monkeypatch.setattr(operators, "shared_memory", lambda device: 100 if numbers == (8, 6) else 228)
+
+    return of

@@ -488,6 +488,7 @@ REASONS = [
     (LINEAR, {"f": 129}, (9, 0), "heads of width 129"),
     (LINEAR, {"d": 256}, (9, 0), "heads of width 256"),
     (LINEAR, {}, (7, 5), "GPU of old is older than compute capability 8.0"),
+    (LINEAR, {"d": 65, "dtype": torch.float32}, (8, 6), "need 164 KiB of shared memory, and GPU of old has 100"),
     (FAVOR, {"e": 65, "dtype": torch.float32}, (9, 0), "width 65 in torch.float32 are wider than"),
     (GATED, {"dtype": torch.float64}, (9, 0), "torch.float64 is not one of their types"),
     (GATED, {"d": 129}, (9, 0), "heads of width 129"),
@@ -558,6 +559,7 @@ COMPILE = {
     "linear": """
 from lit_effattn.ops.linear import triton_kernels
 
+triton_kernels.shared_memory = lambda device: shared
 triton_kernels._at_once = lambda device: 8
 for dtype, width, precision in [case.split() for case in sys.argv[1:]]:
     torch.set_float32_matmul_precision(precision)
@@ -569,6 +571,7 @@ for dtype, width, precision in [case.split() for case in sys.argv[1:]]:
     "favor": """
 from lit_effattn.ops.favor import triton_kernels
 
+triton_kernels.shared_memory = lambda device: shared
 triton_kernels._at_once = lambda device: 8
 for dtype, width, features, precision in [case.split() for case in sys.argv[1:]]:
     torch.set_float32_matmul_precision(precision)
@@ -598,7 +601,10 @@ GATED_CASES = [f"float32 {width} {precision}" for width in (64, 128) for precisi
     ("name", "cases", "launches", "capability"),
     [  # nine launches: forward three, backward six; six: forward one, backward two, with and without the delta rule
         ("linear", ["bfloat16 64 highest", "float32 128 highest"], 9, 90),
+        ("linear", ["float32 128 highest"], 9, 80),
+        ("linear", ["float32 64 highest", "bfloat16 128 highest"], 9, 86),
         ("favor", ["bfloat16 128 624 highest"], 9, 90),
+        ("favor", ["float32 64 624 highest", "bfloat16 128 624 highest"], 9, 86),
         *(("gated_linear", GATED_CASES, 6, capability) for capability in (80, 86, 90)),
     ],
 )

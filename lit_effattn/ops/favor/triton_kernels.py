@@ -57,7 +57,7 @@ from lit_effattn.ops.linear.triton_kernels import (
     _valid,
     _zeros_dot,
 )
-from lit_effattn.ops.runtime.operators import by_position, copied
+from lit_effattn.ops.runtime.operators import by_position, copied, shared_memory
 
 CHUNK = 64
 """C of the forward pass: the least that a warp group's matrix product takes, and a wider triangle is more work."""
@@ -740,6 +740,7 @@ class _Plan:
         }  # fmt: skip
         self.features = min(FEATURES, _padded(f))
         self.warps = 8 if max(_padded(e), _padded(d)) > _WIDE else 4
+        self.stages = 3 if shared_memory(q.device) >= 164 else 1  # of sums alone: how many chunks are in shared memory
 
     def starts(self, k: Tensor, v: Tensor, s: Tensor, z: Tensor, m: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return the sums before each group, (heads, groups, …).
@@ -751,7 +752,7 @@ class _Plan:
         sums = self._sums(s, z, m)
         _sum_keys[self.heads, self.groups, triton.cdiv(s.size(2), _SUMMED_AT_ONCE)](
             k, k.stride(), v, v.stride(), self.omega, self.lengths, *sums, *self.counts, *self.of_keys,
-            **self.constants, BF=_SUMMED_AT_ONCE, num_warps=self.warps,
+            **self.constants, BF=_SUMMED_AT_ONCE, num_warps=self.warps, num_stages=self.stages,
         )  # fmt: skip
         _add_up_keys[self._parts()](*sums, s, z, m, self.groups, **self._part())
         return sums[0], sums[1], sums[2]
@@ -769,7 +770,7 @@ class _Plan:
         sums = self._sums(s, z)
         _sum_queries[self.heads, self.groups, triton.cdiv(s.size(2), _SUMMED_AT_ONCE)](
             q, q.stride(), g, g.stride(), self.omega, *sums, borders, top, denominator, y, *self.counts,
-            **self.constants, BF=_SUMMED_AT_ONCE, num_warps=self.warps,
+            **self.constants, BF=_SUMMED_AT_ONCE, num_warps=self.warps, num_stages=self.stages,
         )  # fmt: skip
         _add_up_queries[self._parts()](*sums, borders, s, z, self.groups, self.chunks, self.each, **self._part())
         return sums[0], sums[1]

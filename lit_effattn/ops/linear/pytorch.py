@@ -28,6 +28,8 @@ from lit_effattn.ops.runtime.operators import (
 )
 from lit_effattn.sequence import without_padding
 
+_WIDE_IN_FULL = 164  # KiB of shared memory that heads wider than 64 in float32 need
+
 _DROPPED = 1e-7
 """Optimisers of exported programs may drop an addition of less, so 0 / 0 has to be excluded in another way too."""
 
@@ -110,7 +112,8 @@ def causal_linear_attention(
         form = "plain"
     obstacle = None if elu else "they apply the feature map elu + 1 themselves, as elu=True says"
     width = max(q.size(-1), v.size(-1))
-    form = choose_form(form, "linear attention", "linear", q, k, v, s, z, width=width, obstacle=obstacle)
+    shared = _WIDE_IN_FULL if width > 64 and torch.float32 in (q.dtype, v.dtype) else 0
+    form = choose_form(form, "linear attention", "linear", q, k, v, s, z, width=width, shared=shared, obstacle=obstacle)
     if form in ("cpp", "triton"):
         return _OPERATOR.forward(q, k, v, s, z, lengths, elu, eps, form)
     q, k, values = q.to(s.dtype), k.to(s.dtype), v.to(s.dtype)

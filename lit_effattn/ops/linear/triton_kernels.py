@@ -33,7 +33,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from lit_effattn.ops.runtime.operators import by_position
+from lit_effattn.ops.runtime.operators import by_position, shared_memory
 
 CHUNK = 64
 """C: the least that a warp group's matrix product takes, and a wider triangle is more work."""
@@ -374,7 +374,8 @@ class _Plan:
         width, padded = v.size(3), (_padded(q.size(3)), _padded(v.size(3)))
         wide = max(padded) > _WIDE
         columns = padded[1] if backward else min(padded[1], _WIDE)  # a query's gradient takes all of its v
-        chunk = CHUNK // 2 if wide and backward else CHUNK  # for shared memory's sake
+        precision, shared = _precision(q, v), shared_memory(q.device)  # fewer rows and stages take less of it
+        chunk = CHUNK // 2 if wide and (backward or (precision == "tf32x3" and shared < 228)) else CHUNK
         self.heads, blocks = b * h, triton.cdiv(width, columns)
         self.chunks = triton.cdiv(n, chunk)
         groups = min(self.chunks, _MOST_GROUPS, max(1, _at_once(q.device) // max(1, self.heads * blocks)))
@@ -385,8 +386,8 @@ class _Plan:
         # If nothing is loaded ahead, a multiprocessor's registers and shared memory hold two backward programs (of wide
         # heads, one): they hide one another's waiting.
         self.constants: dict[str, Any] = {
-            "D": d, "DV": width, "C": chunk, "BD": padded[0], "BV": columns, "PRECISION": _precision(q, v),
-            "num_warps": 8 if wide else 4, "num_stages": 1 if backward or wide else 2,
+            "D": d, "DV": width, "C": chunk, "BD": padded[0], "BV": columns, "PRECISION": precision,
+            "num_warps": 8 if wide else 4, "num_stages": 1 if backward or wide or shared < 164 else 2,
         }  # fmt: skip
 
     def starts(

@@ -76,7 +76,7 @@ def default_form(device: torch.device) -> Form:
 
 
 def choose_form(
-    form: Form | None, what: str, name: str, *tensors: Tensor, width: int, obstacle: str | None = None
+    form: Form | None, what: str, name: str, *tensors: Tensor, width: int, shared: int = 0, obstacle: str | None = None
 ) -> Form:
     """Return `form`, or choose the form of an operation by the device, the types and the widths of its tensors.
 
@@ -89,12 +89,13 @@ def choose_form(
         name: Its folder in `lit_effattn.ops`.
         tensors: Its heads and sums, whose types and device are checked.
         width: The largest width of a head.
+        shared: KiB of `shared_memory` that its Triton kernels need.
         obstacle: Why its Triton kernels in particular can't be used, or None.
 
     Raises:
         ValueError: If the form that was asked for can't be used, or `LIT_EFFATTN_KERNELS` is not a form.
     """
-    return _chosen(form, what, name, tensors[0].device, tuple(t.dtype for t in tensors), width, obstacle)
+    return _chosen(form, what, name, tensors[0].device, tuple(t.dtype for t in tensors), width, shared, obstacle)
 
 
 @torch.compiler.assume_constant_result
@@ -105,11 +106,13 @@ def _chosen(
     device: torch.device,
     dtypes: tuple[torch.dtype, ...],
     width: int,
+    shared: int,
     obstacle: str | None,
 ) -> Form:
     chosen, is_forced = form or default_form(device), bool(form or os.environ.get(KERNELS))
     if chosen == "triton":
         obstacle = _obstacle_of_device(device) or obstacle or _obstacle_of_types(dtypes) or _obstacle_of_width(width)
+        obstacle = obstacle or _obstacle_of_memory(device, shared)
     elif chosen == "cpp" and device.type != "cpu":
         obstacle = f"the tensors are on {device}; they are for the CPU"
     elif chosen == "cpp":
@@ -147,6 +150,26 @@ def _obstacle_of_types(dtypes: tuple[torch.dtype, ...]) -> str | None:
 
 def _obstacle_of_width(width: int) -> str | None:
     return f"heads of width {width} are wider than {WIDEST}; choose more heads" if width > WIDEST else None
+
+
+def _obstacle_of_memory(device: torch.device, shared: int) -> str | None:
+    if not shared or shared_memory(device) >= shared:
+        return None
+    return (
+        f"these heads need {shared} KiB of shared memory, and {torch.cuda.get_device_name(device)} has "
+        f"{shared_memory(device)}; choose more heads, or bfloat16"
+    )
+
+
+@cache
+def shared_memory(device: torch.device) -> int:
+    """Return the KiB of shared memory of a multiprocessor, of which a program may have all but 1.
+
+    They are 228 for an H100 (and if interpreted), 164 for an A100, and 100 for compute capability 8.6 and 8.9.
+    """
+    if device.type != "cuda":
+        return 228
+    return torch.cuda.get_device_properties(device).shared_memory_per_multiprocessor // 1024
 
 
 @cache

@@ -15,6 +15,7 @@ from torch import Tensor
 from benchmarks.measuring import add_options, compared, peak_bytes, timed
 from benchmarks.report import Report, Row
 from lit_effattn.ops.favor.pytorch import draw_omega, positive_favor
+from lit_effattn.ops.gated_linear import fla
 from lit_effattn.ops.gated_linear.pytorch import gated_linear_attention
 from lit_effattn.ops.linear.pytorch import causal_linear_attention
 from lit_effattn.ops.runtime.differences import largest_relative_difference
@@ -29,7 +30,7 @@ NOTES = [
     "backward passes give the gradients of decays and strengths too. transformers: Qwen3-Next's form in PyTorch; "
     "attn-gym: its reference in chunks.",
     "linear, performer, decay, delta, gated delta: kernels in C++ on a CPU with a compiler, in Triton on CUDA. "
-    "plain: in PyTorch, differentiated by autograd, in float32.",
+    "plain: in PyTorch, differentiated by autograd, in float32. flash-linear-attention multiplies float32 in TF32.",
     "peak: tensors alive at once in addition to the inputs, those saved for the backward pass included; on a CPU "
     "without the scratch memory of C++ kernels, some chunks and sums a thread.",
     "difference: the largest difference of outputs and gradients from the plain form's in float32, relative to their "
@@ -56,17 +57,25 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> Report:
-    forms, absent = _forms(args), []
-    for name, (device, _, module, form) in PEERS.items():
+    forms, absent, refused = _forms(args), [], dict[str, str]()
+    for name, (device, family, module, form) in PEERS.items():
+        if device != args.device.type:
+            continue
+        if device == "cuda" and family in GATED:
+            reason = fla._obstacle(args.device, TYPES[args.dtype], args.head_dim, "log_decay" in GATED[family])
+            if reason is not None:
+                refused[name] = reason
+                continue
         try:
-            if device == args.device.type:
-                forms[name] = partial(form, import_module(module))
+            forms[name] = partial(form, import_module(module))
         except ImportError:
             absent.append(name)
     torch.set_float32_matmul_precision(args.precision)
-    rows = [row for n in sorted(set(args.lengths)) for row in [*_rows(n, forms, args), *_absent(n, absent)]]
+    missing = [*absent, *refused]
+    rows = [row for n in sorted(set(args.lengths)) for row in [*_rows(n, forms, args), *_absent(n, missing)]]
     install = "pip install --no-build-isolation -r benchmarks/requirements-peers.txt"
     notes = [f"Absent, and so not measured: {', '.join(absent)}; {install}."] if absent else []
+    notes += [f"Not measured: {name}: {why}." for name, why in refused.items()]
     return Report("kernels", rows, [*NOTES, *notes])
 
 
@@ -76,10 +85,11 @@ def _forms(args: argparse.Namespace) -> dict[str, Form]:
     n_features = args.n_features or math.ceil(d * math.log(d))
     omega = draw_omega(args.n_heads, n_features, d, generator=torch.Generator().manual_seed(1)).float().to(args.device)
     forms: dict[str, Form] = {}
+    own = "triton" if args.device.type == "cuda" else None  # by default flash-linear-attention in bfloat16 and float16
     for form, suffix in ((None, ""), ("plain", ", plain")):
         forms[f"linear{suffix}"] = partial(_linear, form, args.chunk_size)
         forms[f"performer{suffix}"] = partial(_performer, form, omega, args.chunk_size)
-        forms |= {f"{family}{suffix}": partial(_gated, form, family, args.chunk_size) for family in GATED}
+        forms |= {f"{family}{suffix}": partial(_gated, form or own, family, args.chunk_size) for family in GATED}
     return forms | ({"softmax": _softmax} if args.device.type == "cuda" else {})
 
 

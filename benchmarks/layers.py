@@ -35,7 +35,8 @@ NOTES = [
     "the maximum over all positions. Causal lsh is another function: lit-effattn divides each bucket into its own "
     "chunks, so that no later position moves a border.",
     "reformer-pytorch, exact: with options for the paper's attention, as in lit-effattn: no key counts twice, and "
-    "keys of other buckets are not seen. flash-linear-attention: its function in lit-effattn's projections.",
+    "keys of other buckets are not seen. flash-linear-attention: its function in lit-effattn's projections, "
+    "with products in TF32.",
 ]
 
 

@@ -2,6 +2,7 @@ import argparse
 
 import pytest
 import torch
+from torch._subclasses import FakeTensorMode
 
 from benchmarks import kernels, measuring
 from benchmarks.report import cell
@@ -56,6 +57,20 @@ def test_peers_are_compared_and_absent_ones_said(args, monkeypatch):
             assert rows[title, form]["peak, MiB"] > 0
             if form not in ("one", "flawed"):
                 assert rows[title, form]["difference"] < ACCURATE
+
+
+def test_what_flash_linear_attention_refuses_is_said(args, monkeypatch):
+    args.device, measured = torch.device("cuda"), []
+    with FakeTensorMode():
+        forms = kernels._forms(args)
+    assert [forms[name].args[0] for name in ("delta", "delta, plain")] == ["triton", "plain"]
+    monkeypatch.setattr(kernels, "_forms", lambda args: {})
+    monkeypatch.setattr(kernels, "_rows", lambda n, forms, args: measured.extend(forms) or [])
+    monkeypatch.setattr(kernels, "import_module", lambda name: None)
+    report = kernels.run(args)
+    assert measured == [kernels.FLA]
+    assert {row["form"] for row in report.rows} == {f"{kernels.FLA}, {family}" for family in kernels.GATED}
+    assert f"Not measured: {kernels.FLA}, delta: its kernels of the delta rule are for bfloat16" in report.notes[-2]
 
 
 @pytest.mark.gpu

@@ -166,6 +166,13 @@ def _overflows(log_k, r):
 
 
 @triton.jit
+def _near(log_k, r):
+    """Return φ(k) e^(−r) of a chunk's keys, at most e^`_LIMIT`: (C, BF)."""
+    log_k -= r[None, :]
+    return tl.exp(tl.where(log_k > _LIMIT, _LIMIT, log_k))  # NaN stays NaN, as in no minimum
+
+
+@triton.jit
 def _pair(log_q, log_k, top, overflow, j):
     """Return the products φ(q_i) φ(k_j) e^(−top_i) of overflowing queries and the chunk's key j, by feature: (C, BF).
 
@@ -328,7 +335,7 @@ def _outputs(
             shrink = tl.exp(peak - new)
             peak = new
             p = tl.exp(log_q + r[None, :] - peak[:, None])  # (C, BF)
-            near = tl.exp(tl.minimum(log_k - r[None, :], _LIMIT))  # (C, BF)
+            near = _near(log_k, r)  # (C, BF)
             fade = tl.exp(r - after)
             scores *= shrink[:, None]
             if any_overflow:  # rare, so the logs are computed again, not kept
@@ -467,7 +474,7 @@ def _query_gradients(
             after = tl.maximum(r, tl.max(log_k, 0))
             fade = tl.exp(r - after)
             p = _queries(log_q, r, peak, rows, n)  # (C, BF)
-            near = tl.exp(tl.minimum(log_k - r[None, :], _LIMIT))  # (C, BF)
+            near = _near(log_k, r)  # (C, BF)
             through = _zeros_dot(x, tl.trans(total), PRECISION) + weight[:, None] * ones[None, :]  # (C, BF)
             if tl.max(after - r) > _LIMIT:
                 log_q, log_k = _logs(
@@ -638,7 +645,7 @@ def _key_value_gradients(
             r = _reference(before, log_k)  # (BF,)
             any_overflow = tl.max(tl.max(log_k, 0) - r) > _LIMIT
             p = _queries(log_q, r, peak, rows, n)  # (C, BF)
-            near = tl.exp(tl.minimum(log_k - r[None, :], _LIMIT))  # (C, BF)
+            near = _near(log_k, r)  # (C, BF)
             far = _fade(log_k, after[None, :])  # (C, BF)
             through = (_zeros_dot(values, tl.trans(total), PRECISION) + ones[None, :]) * far  # (C, BF)
             if any_overflow:

@@ -277,7 +277,7 @@ def fit(
         with environ, Path(os.devnull).open("w") as nowhere, redirect_stdout(nowhere):
             command.run(
                 [
-                    *("fit", "--config", config, *flags),
+                    *("fit", "--config", config, "--trainer.precision", "32-true", *flags),
                     *("--trainer.max_steps", str(WARM + steps + 1), "--trainer.limit_val_batches", "0"),
                     *("--trainer.accelerator", accelerator[0], "--trainer.devices", accelerator[1]),
                     *("--trainer.default_root_dir", root),

@@ -27,8 +27,10 @@ def _as_it_was(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 
 def test_the_bare_loop_learns_what_fit_learns(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
-    """The same model, batches, optimiser, clipping and memory: only what is around them differs."""
-    run = partial(fit, str(CONFIGS / "stdlib_xl.yaml"), TEXT.split(), 2, CPU, str(tmp_path / "runs"))
+    """The same model, batches, optimiser, clipping, memory and precision: only what is around them differs."""
+    config, given = tmp_path / "bf16.yaml", (CONFIGS / "stdlib_xl.yaml").read_text(encoding="utf-8")
+    config.write_text(given.replace("\ntrainer:\n", "\ntrainer:\n  precision: bf16-mixed\n"), encoding="utf-8")
+    run = partial(fit, str(config), TEXT.split(), 2, CPU, str(tmp_path / "runs"))
     bare = Bare(run())
     start, began = bare.start, {}
     monkeypatch.setattr(bare, "start", lambda model: (began.update(copy.deepcopy(model.state_dict())), start(model)))

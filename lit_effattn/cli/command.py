@@ -46,7 +46,15 @@ from lit_effattn.settings.building import Builder, build_data
 from lit_effattn.settings.defaults import TRAINER
 from lit_effattn.settings.derived import leave_out, set_strides, set_windows
 from lit_effattn.settings.initial_weights import add_missing, remedy
-from lit_effattn.settings.resume import CHECKPOINT, OF_FIT, check_kept_settings, fixed_by_data, resolve, section
+from lit_effattn.settings.resume import (
+    CHECKPOINT,
+    OF_FIT,
+    check_kept_settings,
+    check_patience,
+    fixed_by_data,
+    resolve,
+    section,
+)
 from lit_effattn.settings.run_folder import RUN, Configuration, is_child, is_first, run_folder, stated_root
 from lit_effattn.settings.tools import ROOT, TRUST
 from lit_effattn.settings.trainer import Trainer, announce_unvalidated, as_list, check_trainer, loggers, own_loggers
@@ -282,9 +290,8 @@ class CLI(LightningCLI):
         self._find_weights(config)
         self.parser.add_instantiator(self._builder, object)
         if self.arguments.command == "fit" and self._content is not None and not self.resolved.requeued:
-            saved = saved_model(self._content)
-            trainer = section(self.resolved.run or {}, "trainer")
-            check_kept_settings({"trainer": trainer, **({"model": saved} if saved else {})}, self.settings)
+            if (saved := saved_model(self._content)) is not None:
+                check_kept_settings({"model": saved}, self.settings)
         if self.arguments.files and self.resolved.run is not None and not self.resolved.requeued:
             self._warn_of_replaced(self.resolved.run)
 
@@ -345,6 +352,8 @@ class CLI(LightningCLI):
         """Build the trainer: its root is the folder of the run, and it has the callbacks that every run has."""
         config = self.config_init[self.subcommand].trainer
         check_trainer(config, str(self.subcommand))
+        if self.subcommand == "fit" and self._content is not None:
+            check_patience(as_list(config.callbacks), self._content)
         quiet = bool(config.fast_dev_run)
         folder = Path(config.default_root_dir or ROOT)
         if not quiet:

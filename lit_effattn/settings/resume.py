@@ -199,25 +199,36 @@ def _number(average: str) -> int:
 
 
 def check_kept_settings(saved: dict[str, Any], now: dict[str, Any]) -> None:
-    """Reject settings that resuming would ignore: Lightning restores the saved optimiser, schedule and patience.
+    """Reject settings that resuming would ignore: Lightning restores the saved optimiser and schedule.
 
     Raises:
         ValueError: If a setting differs from that of the checkpoint. The message names it.
     """
     for name in ("optimizer", "lr_scheduler"):
         before, after = (section(section(s, "model"), "init_args").get(name) for s in (saved, now))
-        if "model" in saved and _canonical(before) != _canonical(after):
+        if _canonical(before) != _canonical(after):
             option, new, old = _first_difference(after, before, f"model.{name}")
             raise ValueError(
                 f"--{option} is {new} here and {old} in the checkpoint, and resuming keeps the checkpoint's {name}: "
                 "leave it unchanged, or start a new run from these weights with --init_weights instead of --ckpt_path"
             )
-    before, after = (_early_stopping(s) for s in (saved, now))
-    if before and after and before != after:
-        raise ValueError(
-            f"EarlyStopping is {after} here and {before} in the checkpoint; resuming keeps the checkpoint's patience: "
-            "leave it unchanged, or start a new run from these weights with --init_weights instead of --ckpt_path"
-        )
+
+
+def check_patience(callbacks: Sequence[Any], content: dict[str, Any]) -> None:
+    """Reject an `EarlyStopping` whose patience resuming would replace with the one in the content of a checkpoint.
+
+    Raises:
+        ValueError: If the two differ.
+    """
+    for callback in callbacks:
+        if isinstance(callback, pl.callbacks.EarlyStopping):
+            saved = section(section(content, "callbacks"), callback.state_key).get("patience", callback.patience)
+            if saved != callback.patience:
+                raise ValueError(
+                    f"{type(callback).__name__} has patience={callback.patience} here and {saved} in the checkpoint, "
+                    "and resuming keeps the checkpoint's: leave it unchanged, or start a new run from these weights "
+                    "with --init_weights instead of --ckpt_path"
+                )
 
 
 def _first_difference(after: Any, before: Any, name: str) -> tuple[str, Any, Any]:
@@ -237,12 +248,6 @@ def _canonical(spec: Any) -> Any:
     if kind is None:
         return spec
     return {**spec, "class_path": kind, "init_args": {**defaults(kind), **section(spec, "init_args")}}
-
-
-def _early_stopping(settings: dict[str, Any]) -> list[dict[str, Any]]:
-    given = as_list(section(settings, "trainer").get("callbacks"))
-    kinds = [(imported(str(c.get("class_path"))), section(c, "init_args")) for c in given]
-    return [options for kind, options in kinds if kind is not None and issubclass(kind, pl.callbacks.EarlyStopping)]
 
 
 def fixed_by_data() -> set[str]:

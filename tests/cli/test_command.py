@@ -473,6 +473,15 @@ def test_a_flag_that_resuming_would_drop_is_refused(run: Path, capsys: pytest.Ca
     assert (run / "checkpoints" / "last.ckpt").read_bytes() == before
 
 
+def test_a_patience_that_resuming_would_drop_is_refused(capsys: pytest.CaptureFixture[str]):
+    """Also in a list that takes the place of the run's callbacks. Other options are those of the new list."""
+    stopping = "[{class_path: EarlyStopping, init_args: {monitor: val/bits_per_dim, patience: %s, min_delta: %s}}]"
+    fit("--trainer.callbacks", stopping % (5, 0.0))
+    resume = ("fit", "--ckpt_path", "last", "--trainer.max_epochs", "2", "--trainer.callbacks")
+    assert "EarlyStopping has patience=9 here and 5 in the" in fails(capsys, *resume, stopping % (9, 0.0))
+    main([*resume, stopping % (5, 0.1)])
+
+
 def test_fine_tuning_starts_from_another_kinds_weights():
     first = fit("--model.backbone.attention", "SoftmaxAttention")
     second = fit("--init_weights", "last", "--model.optimizer.lr", "0.0")  # which leaves the weights as they are

@@ -6,7 +6,6 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from lightning.pytorch.callbacks import EarlyStopping
 
 from lit_effattn.checkpoints.own_runs import marked
 from lit_effattn.checkpoints.slurm import record_job
@@ -40,26 +39,6 @@ def test_an_option_that_a_checkpoint_does_not_name_was_at_its_default():
 def test_another_schedule_is_refused(now: dict[str, Any]):
     with pytest.raises(ValueError, match="resuming keeps the checkpoint's lr_scheduler"):
         check_kept_settings(settings(COSINE, total_steps=40), now)
-
-
-class MyEarlyStopping(EarlyStopping):
-    """One of the user's own."""
-
-
-def test_another_patience_is_refused():
-    """Also that of a subclass. Without the callback on one side there is nothing to keep."""
-
-    def stopping(*callbacks: dict[str, Any]) -> dict[str, Any]:
-        return {"trainer": {"callbacks": [*callbacks]}}
-
-    five, nine = (
-        stopping({"class_path": f"{__name__}.MyEarlyStopping", "init_args": {"patience": patience}})
-        for patience in (5, 9)
-    )
-    for before, now in ((five, five), (five, stopping()), (stopping({"class_path": "Timer"}), nine)):
-        check_kept_settings(before, now)
-    with pytest.raises(ValueError, match=r"EarlyStopping is .*9.* here and .*5.* in the checkpoint; resuming keeps"):
-        check_kept_settings(five, nine)
 
 
 @pytest.mark.parametrize(("rank", "parent"), [("0", False), ("1", False), ("1", True)], ids=str)

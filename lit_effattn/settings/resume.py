@@ -73,7 +73,7 @@ def resolve(arguments: Arguments) -> Resolved:
     fits = arguments.command == "fit"
     root = root_of(arguments)
     # Samples without `--complete` need no data on disk.
-    uses_data = arguments.command != "generate" or arguments.stated.given("complete")
+    uses_data = arguments.command != "generate" or arguments.stated.text("complete") is not None
     folder = None if root == stated_root(arguments) else root
     args = arguments.for_parser(root=folder)
     name = arguments.stated.text("ckpt_path")

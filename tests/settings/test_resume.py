@@ -65,6 +65,12 @@ def test_each_process_of_torchrun_verifies_the_parts_and_a_child_uses_its_parent
     assert found == folder / ("last.ckpt" if parent else "previous.ckpt")
 
 
+def test_a_fraction_that_is_null_needs_no_data():
+    """As in a file that `--print_config` printed: the data of somebody else's checkpoint are not there."""
+    args = ["generate", "--ckpt_path", str(checkpoint("pixels")), "--complete", "null"]
+    assert not resolve(Arguments(args)).uses_data
+
+
 def test_a_restarted_job_finds_its_run_beside_the_one_that_it_began_from(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):

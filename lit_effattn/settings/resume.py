@@ -99,6 +99,8 @@ def resolve(arguments: Arguments) -> Resolved:
             f"--ckpt_path {name}: a shipped model has no optimiser state, so training can't resume from it; fine-tune "
             f"it with --init_weights {name}"
         )
+    if not uses_data and (given := _flag(arguments, "data")):
+        raise ValueError(f"--{given}: generate reads data for --complete alone; leave it out")
     named = Path(parent) if parent else find_checkpoint(name, root)
     average = None if fits else arguments.stated.text("average")
     averaged = [] if average is None else last_kept(named, _number(average))
@@ -169,13 +171,18 @@ def _check_lone(arguments: Arguments, checkpoint: Path, file: Path | None, *, us
     if not arguments.stated.classes("model"):
         if arguments.command == "fit":
             raise ValueError(f"{why}: {remedy.format('the model, the data and the trainer of this training')}")
-        if given := next((o.key for o in arguments.options if o.key.split(".")[0] == "model"), None):
+        if given := _flag(arguments, "model"):
             raise ValueError(f"--{given}: {why}, and as it is: {remedy.format('the whole model')}")
     if uses_data and not arguments.stated.classes("data"):
         raise ValueError(f"{why}: {remedy.format('the data')}")
     accepted = file is not None and any(given.folder.resolve() == file.parent.resolve() for given in arguments.files)
     if file is not None and not accepted:
         rank_zero_info(f"{why}: {remedy.format('other settings')}")
+
+
+def _flag(arguments: Arguments, group: str) -> str | None:
+    """Return the first flag of a group of options; None if none is given."""
+    return next((option.key for option in arguments.options if option.key.partition(".")[0] == group), None)
 
 
 def _takes_inputs(arguments: Arguments, config: dict[str, Any]) -> str:

@@ -195,6 +195,9 @@ def _takes_inputs(arguments: Arguments, config: dict[str, Any]) -> str:
             f"predict {' '.join(arguments.inputs)[:80]}: {named[-1]} can't read inputs from the command line; leave "
             "them out to predict the test data"
         )
+    if arguments.stated.given(f"data.{option}"):
+        inputs = " ".join(arguments.inputs)[:80]
+        raise ValueError(f"predict {inputs} and --data.{option} were both given; give only one")
     return option
 
 

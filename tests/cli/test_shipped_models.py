@@ -73,6 +73,8 @@ def test_inputs_that_the_data_cannot_read_are_refused(capsys: pytest.CaptureFixt
     assert "predict seven.png: LabelledImages can't read inputs from the command line; leave them out" in message
     message = fails(capsys, "predict", "--ckpt_path", "model:g2p", "caf\udce9")
     assert "sources: 'caf\\udce9' is not UTF-8" in message
+    message = fails(capsys, "predict", "--ckpt_path", "model:g2p", "cat", "--data.sources", "[ship]")
+    assert "predict cat and --data.sources were both given; give only one" in message
     assert "'-x' is not an option" in fails(capsys, "predict", "--ckpt_path", "model:digits_classes", "-x", code=2)
 
 

@@ -99,6 +99,8 @@ def resolve(arguments: Arguments) -> Resolved:
             f"--ckpt_path {name}: a shipped model has no optimiser state, so training can't resume from it; fine-tune "
             f"it with --init_weights {name}"
         )
+    if arguments.command == "generate" and (given := arguments.flags.text("seed_everything")):
+        raise ValueError(f"--seed_everything {given}: samples depend on --seed alone; give that")
     if not uses_data and (given := _flag(arguments, "data")):
         raise ValueError(f"--{given}: generate reads data for --complete alone; leave it out")
     named = Path(parent) if parent else find_checkpoint(name, root)

@@ -169,6 +169,7 @@ def test_a_value_that_lightning_would_take(
         (["validate", "--checkpoint.keep", "3"], 2, "there is no option --checkpoint.keep here: it is one of fit"),
         (["generate", "--temprature", "1"], 2, "did you mean --temperature?"),
         (["generate", "--prompt", "hello"], 1, "--prompt hello: PixelModel has no such option"),
+        (["generate", "--seed_everything", "5"], 1, "--seed_everything 5: samples depend on --seed alone"),
         (["generate", "--data.batch_size", "3"], 1, "--data.batch_size: generate reads data for --complete alone"),
         (["test", "--average", "many"], 1, "--average many must be a number of checkpoints"),
         (["predict", "--data.audio", "x.wav"], 2, "PixelSequences has no option 'audio'"),

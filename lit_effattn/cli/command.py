@@ -81,7 +81,8 @@ _ABOUT_SHIPPED = "Or `model:NAME`: one of `lit-effattn models`."
 _ABOUT_RESUMING = "Training resumes from it, with its configuration. Default: a new run."
 _ABOUT_NAME = (
     "Name of the run: its folder is runs/NAME/TIME. `last` and `best` are then of the newest run of this name. "
-    "Default: the configuration's name, and the classes that flags name in place of its own."
+    "Default: the configuration's name, if its trainer.default_root_dir ends in it, and the classes that flags name in "
+    "place of its own."
 )
 _ABOUT_AVERAGE = "Number of last kept checkpoints (--checkpoint.keep) of the run of --ckpt_path that are averaged."
 _ABOUT_WEIGHTS = {

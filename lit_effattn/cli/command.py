@@ -290,9 +290,9 @@ class CLI(LightningCLI):
         self._read_checkpoints_safely(config.trainer.get("strategy"))
         self._find_weights(config)
         self.parser.add_instantiator(self._builder, object)
-        if self.arguments.command == "fit" and self._content is not None and not self.resolved.requeued:
-            if (saved := saved_model(self._content)) is not None:
-                check_kept_settings({"model": saved}, self.settings)
+        saved = saved_model(self._content or {})
+        if self.arguments.command == "fit" and saved is not None and not self.resolved.requeued:
+            check_kept_settings({"model": saved}, self.settings)
         if self.arguments.files and self.resolved.run is not None and not self.resolved.requeued:
             self._warn_of_replaced(self.resolved.run)
 

@@ -79,6 +79,11 @@ def sweep(args: list[str]) -> None:
         if arguments.flags.given(path):
             remedy = "give --lr RATE[,RATE …]" if path == _RATE else "leave it out"
             raise ValueError(f"--{path} is set by the sweep for each run; {remedy}")
+    for option in arguments.options:
+        if not option.key:
+            raise ValueError(f"{option.args[0]!r} is not an option; --kinds takes kinds with commas between")
+        if option.key == "model.backbone.attention":
+            raise ValueError(f"--{option.key} is set by the sweep for each run; name the kind in --kinds")
     kinds = dict(map(parse_kind, names))
     if len(kinds) < len(names):
         raise ValueError(f"--kinds {options.kinds} names a kind twice; name each once")

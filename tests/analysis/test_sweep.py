@@ -300,6 +300,8 @@ def test_wrong_arguments_are_named_before_the_first_run(tmp_path: Path, monkeypa
         "--seeds 0": ["--seeds", "0"],
         "--lr RATE": ["--model.optimizer.init_args.lr", "1"],
         "leave it out": ["--seed_everything=1"],
+        "'softmax' is not an option; --kinds takes": ["softmax"],
+        "name the kind in --kinds": ["--model.backbone.attention", "SoftmaxAttention"],
         "--devices 0,0: give different": ["--devices", "0,0"],
     }
     for message, args in wrong.items():

@@ -134,10 +134,10 @@ def export(
     if dtype is not None and (dtype not in DTYPES or format != "safetensors"):
         raise ValueError(f"dtype={dtype!r} must be one of {', '.join(DTYPES)}, and format safetensors, not {format}")
     if format == "safetensors":
-        if max_len is not None or batch_size != 1:
+        if max_len is not None or batch_size != 1 or check != CHECKED:
             raise ValueError(
-                f"max_len={max_len} and batch_size={batch_size} are options of a step, which format=safetensors lacks; "
-                "leave them out"
+                f"max_len={max_len}, batch_size={batch_size} and check={check} are options of a step, which "
+                "format=safetensors lacks; leave them out"
             )
         weights = None if dtype is None else getattr(torch, dtype)
         with whole(target) as part:

@@ -291,8 +291,9 @@ def test_other_tasks_and_missing_packages(tmp_path, monkeypatch):
     classifier = SequenceClassifier(Transformer(8, 2, 1, causal=False), ("a", "b"), vocab_size=5)
     with pytest.raises(ValueError, match=r"SequenceClassifier has no streaming step.*safetensors writes"):
         export(classifier, tmp_path / "x", format="onnx")
-    with pytest.raises(ValueError, match="max_len=None and batch_size=2 are options of a step"):
-        export(classifier, tmp_path / "x", format="safetensors", batch_size=2)
+    for given in ({"batch_size": 2}, {"check": 9}):
+        with pytest.raises(ValueError, match=r"batch_size=\d and check=\d+ are options of a step"):
+            export(classifier, tmp_path / "x", format="safetensors", **given)
     with pytest.raises(ValueError, match=r"format='pickle' is not one of onnx, torch, safetensors"):
         export(classifier, tmp_path / "x", format="pickle")
     monkeypatch.setattr(

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
+from lit_effattn.attention.positions import n_positions
 from lit_effattn.checks import at_least
 from lit_effattn.generation.compiled import Steps, refusal
 from lit_effattn.nn.heads import Head
@@ -233,7 +234,7 @@ def generate_each(
 
     Sample j of prompt i is drawn from the random stream of row i n + j. It is that row of `generate` for rows of that
     prompt (up to rounding), and does not depend on the other prompts or on `batch_size`. A batch has samples of similar
-    numbers of tokens.
+    numbers of tokens, none of which would need more positions than the backbone has.
 
     Args:
         backbone: As in `generate`.
@@ -243,8 +244,7 @@ def generate_each(
         n_tokens: Number of tokens to draw, or one for each prompt.
         n: Number of samples of each prompt.
         batch_size: Largest number of rows.
-        sampling: Options of sampling. With `compile`, the steps of all batches but a smaller one at the end are
-            compiled.
+        sampling: Options of sampling. With `compile`, the steps of the largest batches are compiled.
         progress: Wraps the iterable of batches.
         options: Fields of `Sampling` that replace those of `sampling`.
 
@@ -264,9 +264,20 @@ def generate_each(
         if prompt.dim() != 1 or len(prompt) == 0:
             raise ValueError(f"a prompt has shape {tuple(prompt.shape)}; expected (length,) and at least one token")
     samples = sorted(range(len(prompts) * n), key=lambda i: (limits[i // n], len(prompts[i // n])), reverse=True)
+    positions = n_positions(backbone) or math.inf
+    batches: list[list[int]] = []
+    for i in samples:
+        first = batches[-1][0] if batches else i
+        # All rows of a batch draw as many tokens as its first. The last token is not read.
+        fits = len(prompts[i // n]) + limits[first // n] - 1 <= positions
+        if batches and len(batches[-1]) < batch_size and fits:
+            batches[-1].append(i)
+        else:
+            batches.append([i])
+    largest = max(map(len, batches), default=0)
     drawn: dict[int, Tensor] = {}
-    for begin in progress(range(0, len(samples), batch_size)):
-        batch = samples[begin : begin + batch_size]
+    for number in progress(range(len(batches))):
+        batch = batches[number]
         of_batch = [prompts[i // n] for i in batch]
         rows = generate(
             backbone,
@@ -276,7 +287,7 @@ def generate_each(
             limits[batch[0] // n],
             lengths=torch.tensor([len(prompt) for prompt in of_batch], device=of_batch[0].device),
             streams=batch,
-            sampling=replace(sampling, compile=sampling.compile and len(batch) == min(batch_size, len(samples))),
+            sampling=replace(sampling, compile=sampling.compile and len(batch) == largest),
         )
         drawn |= {i: row[: limits[i // n]] for i, row in zip(batch, rows, strict=True)}
     return [torch.stack([drawn[i * n + j] for j in range(n)]) for i in range(len(prompts))]

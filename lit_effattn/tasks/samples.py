@@ -5,7 +5,6 @@ The functions named `write_…` are the methods `write_samples` of tasks: see `T
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
@@ -344,8 +343,6 @@ def _continue_file(task: Any, folder: Folder, options: TextOptions, progress: Pr
     limits = [n if room is None else max(0, min(n, room)) for n, room in zip(asked, rooms, strict=True)]
     how: Any = {"n": options.n or 1, "sampling": options, "progress": progress}
     how["batch_size"] = 32 if options.batch_size is None else options.batch_size
-    if max(map(len, tokens)) + max(limits) > (_room(task, 0) or math.inf):  # all rows of a batch are as long
-        how["batch_size"] = 1
     fits = [i for i, limit in enumerate(limits) if limit]
     drawn = task.sample_each([tokens[i] for i in fits], [limits[i] for i in fits], **how) if fits else []
     samples: list[list[str]] = [[] for _ in prompts]

@@ -19,6 +19,7 @@ from lit_effattn.attention import (
     SoftmaxAttention,
     SoftmaxCrossAttention,
 )
+from lit_effattn.attention.positions import LearnedPositions
 from lit_effattn.generation import compiled as compiling
 from lit_effattn.generation import sampling as generation
 from lit_effattn.generation.beam import beam_search
@@ -588,6 +589,13 @@ def test_batches_are_small_and_of_similar_samples():
     generate_each(backbone, embedded, head, PROMPTS, LIMITS, batch_size=2, progress=lambda of: calls.extend(of) or of)
     assert shapes == [(2, 6), *[(2, 1)] * 5, (2, 1), *[(2, 1)] * 3, (1, 9)]
     assert len(calls) == 3
+
+
+def test_no_row_of_a_batch_needs_more_positions_than_its_prompt_alone():
+    _, embed, head = parts(vocabulary=7)
+    positions = partial(LearnedPositions, max_len=11)  # 6 + 6 − 1; with 6 more tokens 9 would need 14
+    made = Transformer(8, 2, 1, positions=positions, init="pytorch").double().eval(), embed, head
+    assert all(map(torch.equal, generate_each(*made, PROMPTS, LIMITS), each_alone(made, 1)))
 
 
 def test_a_smaller_batch_at_the_end_is_not_compiled(monkeypatch: pytest.MonkeyPatch):

@@ -120,10 +120,11 @@ class GridPositions(Positions):
 
     def bind(self, shape: Sequence[int]) -> None:
         """Create the tables, unless `shape` was given."""
+        if self.row is not None:
+            return
         if len(shape) != 3:
             raise ValueError(f"GridPositions: shape={tuple(shape)} is not (height, width, channels)")
-        if self.row is None:
-            self.row, self.column, self.channel = (_table(size, self.width) for size in shape)
+        self.row, self.column, self.channel = (_table(size, self.width) for size in shape)
 
     @property
     @override

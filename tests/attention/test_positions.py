@@ -113,6 +113,7 @@ def test_grid_takes_its_shape_from_the_data():
     with pytest.raises(ValueError, match=r"\(12,\)"):
         positions.bind((12,))
     positions.bind((2, 3, 1))
+    positions.bind((6,))  # what is known is not bound again
     assert [len(table.weight) for table in (positions.row, positions.column, positions.channel)] == [2, 3, 1]
 
 

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
+from lit_effattn.attention.base import MultiHead
 from lit_effattn.hparams import spec
 from lit_effattn.nn.transformer import Block, Transformer
 from lit_effattn.sequence import SequenceModule, State, accumulator
@@ -128,7 +129,7 @@ def begin_transfer(model: nn.Module, teacher: nn.Module) -> int:
         )
     model.requires_grad_(False)
     for module in model.modules():
-        if isinstance(module, nn.Dropout):
+        if isinstance(module, nn.Dropout | MultiHead):  # an attention drops weights itself
             module.eval()
     for block, other in pairs:
         block.attention = Transfer(block.attention.requires_grad_(True), other.attention)

@@ -107,8 +107,12 @@ def test_a_stream_may_be_split_and_its_rows_reset():
 
 
 def test_layers_that_do_not_differ_are_left_alone():
-    model, teacher = models([WINDOW, KINDS[0]])
+    dropping = partial(WINDOW, dropout=0.5)
+    model, teacher = models([dropping, KINDS[0]], dropping)
+    x = torch.randn(2, 9, E, dtype=torch.float64)
+    expected, _ = teacher.eval()(x)
     assert begin_transfer(model, teacher) == 1
+    torch.testing.assert_close(model(x)[0], expected, rtol=0, atol=0)
     assert isinstance(model.blocks[0].attention, SoftmaxAttention)
     assert not any(p.requires_grad for p in model.blocks[0].parameters())
 

@@ -83,7 +83,7 @@ class HedgehogFeatureMap(FeatureMap):
     cancel if both halves had the same sum; that of the keys is another function. b is left out.
 
     Queries and keys have matrices of their own. They start as the identity, with which φ(q)ᵀφ(k) is large where q and k
-    have the same large elements. In a swap from softmax attention, train them first: see `tasks.transfer`.
+    have the same large elements. In a swap from softmax attention, train them first: see `nn.transfer`.
 
     φ(q)ᵀφ(k) may be small: about 10⁻⁶ where q and k have norms of 30 and different large elements. Linear attention
     therefore adds less to its denominators than with other maps.

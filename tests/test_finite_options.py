@@ -9,6 +9,7 @@ import pytest
 
 from lit_effattn import Transformer, attention
 from lit_effattn.attention import Attention, FeatureMap
+from lit_effattn.attention.positions import RotaryPositions
 from lit_effattn.hparams import parameters
 from lit_effattn.interchange.family import Settings
 from lit_effattn.nn.adaptive import AdaptiveEmbedding
@@ -27,6 +28,7 @@ MAKE = {
     Transformer: (8, 2, 1),
     CategoricalHead: (8, 5),
     partial(AdaptiveEmbedding, cutoffs=[4]): (9, 8),
+    RotaryPositions: (4,),
 }
 CASES = [
     (kind, name, "tuple" in str(parameter.annotation))

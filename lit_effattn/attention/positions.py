@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
+from lit_effattn.checks import positive
 from lit_effattn.hparams import HasInitArgs
 from lit_effattn.sequence import accumulator, reads_values
 
@@ -154,12 +155,16 @@ class RotaryPositions(Positions):
     Args:
         width: Dimensions of a head, at least 2.
         base: Base of the geometric series of frequencies.
+
+    Raises:
+        ValueError: If `width` is below 2, or `base` is not positive.
     """
 
     def __init__(self, width: int, base: float = 10000.0) -> None:
         super().__init__(width)
         if width < 2:
             raise ValueError(f"width={width} must be at least 2: rotary positions rotate pairs of a head's dimensions")
+        positive(base=base)
         self.base = base
 
     def forward(self, position: Tensor) -> Tensor:

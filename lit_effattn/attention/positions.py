@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
-from lit_effattn.checks import positive
+from lit_effattn.checks import at_least, positive
 from lit_effattn.hparams import HasInitArgs
 from lit_effattn.sequence import accumulator, reads_values
 
@@ -71,11 +71,12 @@ class LearnedPositions(Positions):
             which begin at its multiples. None: never.
 
     Raises:
-        ValueError: If `period` is not positive.
+        ValueError: If `max_len` or `period` is not positive.
     """
 
     def __init__(self, width: int, max_len: int | None = None, period: int | None = None) -> None:
         super().__init__(width)
+        at_least(1, max_len=max_len)
         if period is not None and period < 1:
             raise ValueError(f"period={period} is not positive; give the length of a segment, or leave it out")
         self.period = period

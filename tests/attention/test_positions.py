@@ -66,6 +66,8 @@ def test_learned_positions_begin_again():
     assert torch.equal(positions(position), positions.table(torch.tensor([[0, 2, 0, 1]])))
     with pytest.raises(ValueError, match=r"period=0 is not positive"):
         LearnedPositions(4, max_len=3, period=0)
+    with pytest.raises(ValueError, match="max_len=-1 must be at least 1"):
+        LearnedPositions(4, max_len=-1)
 
 
 def test_beyond_the_last_position():

@@ -1,5 +1,6 @@
 """Batches of samples of similar length, which need little padding, or packed ones, which need none."""
 
+import zlib
 from collections.abc import Iterator
 
 import numpy as np
@@ -78,10 +79,13 @@ class LengthBatches(BatchSampler):
         self._buckets, longest = _buckets(lengths)
         # For each batch of this process the places of its samples, if samples are sorted by bucket.
         if packed:
-            self._places = _filled(longest, batch_size, max_samples, num_replicas, seed)[rank::num_replicas]
+            batches = _filled(longest, batch_size, max_samples, num_replicas, seed)
+            self._places = batches[rank::num_replicas]
         else:
             borders = _borders(longest, batch_size, max_samples, num_replicas)
-            self._places = [step[rank::num_replicas] for step in np.split(np.arange(len(lengths)), borders[1:-1])]
+            batches = np.split(np.arange(len(lengths)), borders[1:-1])  # of all processes together
+            self._places = [step[rank::num_replicas] for step in batches]
+        self.division = zlib.crc32(np.concatenate([*batches, [len(batch) for batch in batches]]))
 
     def __len__(self) -> int:
         return len(self._places)

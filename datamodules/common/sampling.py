@@ -12,6 +12,9 @@ from torch.utils.data import DataLoader, DistributedSampler
 from lit_effattn.checks import at_least
 
 
+_COUNTS = ("epoch", "batches", "n_batches", "division")  # of the state of a loader
+
+
 class BatchSampler(DistributedSampler[Any]):
     """A sampler of batches. Lightning replaces samplers that are not a `DistributedSampler`.
 
@@ -22,6 +25,7 @@ class BatchSampler(DistributedSampler[Any]):
 
     def __init__(self, n_samples: int, **options: Any) -> None:
         super().__init__(range(n_samples), **options)  # type: ignore[arg-type]  # only its length is used
+        self.division = 0  # another number if the batches of all processes together have other samples
         self.start = 0  # number of batches that `ResumableLoader` skips, since the interrupted run trained on them
 
 
@@ -81,6 +85,7 @@ class ShardedBatches(BatchSampler):
             )
         order: dict[str, Any] = {"shuffle": shuffle, "seed": seed, "drop_last": drop_last}
         super().__init__(n_samples, num_replicas=num_replicas, rank=rank, **order)
+        self.division = num_replicas * batch_size
         self.n_samples = n_samples
         self.batch_size = batch_size
         self.variants = variants
@@ -112,9 +117,9 @@ class ShardedBatches(BatchSampler):
 class ResumableLoader(DataLoader[Any]):
     """A loader over `ShardedBatches` or `InOrder` that resumes an interrupted epoch with exactly the next batch.
 
-    Its state is the epoch, the number of batches returned, and the seed of their order. It does not depend on the
-    number of workers, which may change. It is the same on every process, so the first process's state, which Lightning
-    saves, is valid for all.
+    Its state is the epoch, the number of batches returned, their division, and the seed of their order. It does not
+    depend on the number of workers, which may change. It is the same on every process, so the first process's state,
+    which Lightning saves, is valid for all.
 
     Lightning creates the iterator before it sets the epoch, and stops after the last batch without a further `next`. A
     loader whose workers prefetch at once, or for which an epoch is unfinished until that `next` (torchdata's
@@ -128,7 +133,7 @@ class ResumableLoader(DataLoader[Any]):
     of them or of their names and sizes), the state has it too, and is loaded for the same data only.
 
     Raises:
-        ValueError: On the first batch, if the interrupted epoch had another number of batches than this one.
+        ValueError: On the first batch, if the interrupted epoch had other batches than this one.
     """
 
     sampler: BatchSampler
@@ -148,17 +153,18 @@ class ResumableLoader(DataLoader[Any]):
         state, self._loaded = self._loaded, None
         if state is None or state["epoch"] != self.sampler.epoch:
             return 0
-        if state["n_batches"] != len(self):
+        if (state["n_batches"], state["division"]) != (len(self), self.sampler.division):
             raise ValueError(
                 f"epoch {state['epoch']} was interrupted after {state['batches']} of {state['n_batches']} batches, but "
-                f"has {len(self)} now; resume with the batch_size, processes and data it was started with"
+                f"has {len(self)} now, of other items; resume with the batch_size, processes and data it was started "
+                "with"
             )
         return state["batches"]
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the epoch, its batches returned so far, their total number, the seed, and what the data are."""
+        """Return the epoch, its batches returned so far, their number and division, the seed, and what the data are."""
         counts = {"epoch": self._epoch, "batches": self._batches, "n_batches": len(self)}
-        return {**counts, "seed": self.sampler.seed, "data": self._identity}
+        return {**counts, "division": self.sampler.division, "seed": self.sampler.seed, "data": self._identity}
 
     @property
     def _identity(self) -> dict[str, Any]:
@@ -182,7 +188,7 @@ class ResumableLoader(DataLoader[Any]):
                 f"seed={self.sampler.seed}, but the interrupted run had {str(seed)[:40]}: the rest of its epoch would "
                 "have other items; resume with the seed that it was started with"
             )
-        counts: dict[str, Any] = {name: state_dict.get(name) for name in ("epoch", "batches", "n_batches")}
+        counts: dict[str, Any] = {name: state_dict.get(name) for name in _COUNTS}
         for name, count in counts.items():
             if isinstance(count, bool) or not isinstance(count, int) or count < 0:
                 raise ValueError(f"the checkpoint's loader has {name}={str(count)[:40]!r}, which must be a count")

@@ -77,6 +77,7 @@ class Segments(BatchSampler):
 
     def __init__(self, batches: ShardedBatches, n_segments: int) -> None:
         super().__init__(batches.n_samples, num_replicas=batches.num_replicas, rank=batches.rank)
+        self.division = batches.division
         self.batches = batches
         self.n_segments = n_segments
 

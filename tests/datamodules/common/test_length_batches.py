@@ -87,6 +87,19 @@ def test_steps_do_not_depend_on_the_number_of_processes():
     assert all(max(step) - min(step) <= 1 for step in sizes)
 
 
+@pytest.mark.parametrize("packed", [False, True])
+def test_the_division_is_that_of_the_steps(packed):
+    def division(size, world=1, rank=0):
+        options = {"num_replicas": world, "rank": rank, "shuffle": True, "seed": 0, "packed": packed}
+        made = LengthBatches(np.full(12, 10), size, max_samples=64, **options)
+        return len(made), made.division
+
+    assert division(40) == division(40) != division(50)
+    assert division(40)[0] == division(50)[0] == 3
+    assert division(20, 2) == division(20, 2, rank=1)
+    assert packed or division(20, 2) == division(40)
+
+
 def test_the_longest_of_a_bucket_is_at_most_a_tenth_longer():
     of = lengths(1000)
     buckets, longest = _buckets(of)

@@ -200,7 +200,12 @@ def test_resuming_with_other_batches_is_refused():
     second.load_state_dict(first.state_dict())
     with pytest.raises(ValueError, match=r"after 1 of 6 batches.* has 3 now.*batch_size"):
         next(iter(second))
-    second = loader()
+    first, second = loader(batch_size=12), loader(batch_size=13)  # 2 batches of 26 items
+    next(iter(first))
+    second.load_state_dict(first.state_dict())
+    with pytest.raises(ValueError, match=r"after 1 of 2 batches.* has 2 now, of other items.*batch_size"):
+        next(iter(second))
+    first, second = loader(), loader()
     second.sampler.seed = 8
     with pytest.raises(ValueError, match=r"seed=8, but the interrupted run had 0: .* resume with the seed"):
         second.load_state_dict(first.state_dict())

@@ -59,14 +59,14 @@ def cmu_dog(root: Path, document: Shown) -> DialogueSource:
             "their folder with root. --config dialogue_infinite needs no download."
         )
     faults = Faults()
-    documents = dict(_read_all(paths.pop("documents"), _document, faults))
+    documents = dict(_read_all(paths["documents"], _document, faults))
     splits = {}
-    for name, files in paths.items():
-        read = _read_all(files, lambda data: _conversations(data, documents, document), faults)
+    for name in FOLDERS:
+        read = _read_all(paths[name], lambda data: _conversations(data, documents, document), faults)
         splits[name] = [[p for p in passages if p.text] for conversations in read for passages in conversations]
         if not splits[name]:
-            raise ValueError(f"{files[0].parent}: no conversation can be read; the first fault: {faults.first}")
-    stats = [(str(p), p.stat().st_size, p.stat().st_mtime_ns) for p in sorted(root.glob("[CW]*/**/*.json"))]
+            raise ValueError(f"{paths[name][0].parent}: no conversation can be read; the first fault: {faults.first}")
+    stats = [(str(p), p.stat().st_size, p.stat().st_mtime_ns) for files in paths.values() for p in files]
     return DialogueSource(splits, faults, [str(root.resolve()), document, stats])
 
 
@@ -87,7 +87,9 @@ def _document(data: Any) -> tuple[int, dict[str, str]]:
 
 
 def _conversations(data: Any, documents: dict[int, dict[str, str]], document: Shown) -> list[list[Passage]]:
-    sections = documents[_number(data)]
+    if (number := _number(data)) not in documents:
+        raise ValueError(f"its document {number!r:.40} is not in WikiData")
+    sections = documents[number]
     turns = [(str(turn["docIdx"]), Passage(_text(turn["text"]), True)) for turn in data["history"]]
     by_section = [
         (Passage(sections[name], False), [turn for _, turn in group])

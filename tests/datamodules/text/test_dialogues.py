@@ -244,7 +244,17 @@ def test_what_cannot_be_read_is_left_out_and_named(tmp_path: Path):
     with pytest.warns(UserWarning, match=r"6 left out:\n  6 unreadable:\n    .*half.json: ") as warned:
         made.setup("fit")
     assert "and 3 more" in str(warned[0].message)
+    assert "nodoc.json: ValueError: its document 8 is not in WikiData" in str(warned[0].message)
     assert ("|They return.|old", ["old|"]) in read(made, "train")
+
+
+def test_a_change_in_a_linked_folder_is_read(tmp_path: Path):
+    linked = write(tmp_path, 1) / "Conversations" / "test"
+    linked.rename(tmp_path / "elsewhere")
+    linked.symlink_to(tmp_path / "elsewhere")
+    for turn in ("bye", "see you"):
+        (tmp_path / "elsewhere" / "0.json").write_text(json.dumps(conversation([(1, turn)])))
+        assert read(data(tmp_path, batch_size=1)) == [(f"|Bo meets Di.|{turn}", [f"{turn}|"])]
 
 
 def test_a_section_without_text_is_left_out(tmp_path: Path):

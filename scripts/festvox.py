@@ -18,6 +18,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+from lit_effattn.datamodules.common.files import read_text
 from lit_effattn.datamodules.common.splits import fixed_order
 from scripts import documented_parser
 
@@ -29,10 +30,10 @@ def read_sentences(path: Path) -> dict[str, str]:
     """Return the sentence of each recording, from lines such as `( ru_0001 "A sentence." )`.
 
     Raises:
-        ValueError: If a line is invalid, or a name occurs twice.
+        ValueError: If a line is invalid, a name occurs twice, or the file is not UTF-8.
     """
     sentences: dict[str, str] = {}
-    for number, line in enumerate(path.read_text(encoding="utf-8", errors="replace").splitlines(), 1):
+    for number, line in enumerate(read_text(path).splitlines(), 1):
         if line.strip():
             match = _SENTENCE.fullmatch(line)
             if match is None or match[1] in sentences:
@@ -49,9 +50,9 @@ def read_labels(path: Path) -> list[tuple[str, float, float]]:
     The number is the end of the phone; the next field is a colour, which is ignored. Pauses are `pau`.
 
     Raises:
-        ValueError: If a line is invalid, or a phone ends before it begins.
+        ValueError: If a line is invalid, a phone ends before it begins, or the file is not UTF-8.
     """
-    lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
+    lines = read_text(path).splitlines()
     segments: list[tuple[str, float, float]] = []
     if "#" not in lines:
         raise ValueError(f"{path}: has no line '#', which ends the header; add it")

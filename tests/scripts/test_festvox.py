@@ -79,6 +79,12 @@ def test_invalid_files(tmp_path: Path):
         path.write_text(whole + line)
         with pytest.raises(ValueError, match=message):
             main([str(tmp_path / "voice")])
+    path.write_bytes(whole.encode("koi8-r"))
+    with pytest.raises(ValueError, match=r"txt\.done\.data: it is not utf-8 .*; save it as UTF-8"):
+        main([str(tmp_path / "voice")])
+    (tmp_path / "x.lab").write_bytes("#\n0.3 125 ä\n0.5 125 ö\n".encode("latin-1"))
+    with pytest.raises(ValueError, match=r"x\.lab: it is not utf-8"):
+        read_labels(tmp_path / "x.lab")
     path.write_text('( a "One." )\n( b "Two." )\n')
     with pytest.raises(ValueError, match="has fewer than three different sentences"):
         main([str(tmp_path / "voice")])

@@ -116,13 +116,16 @@ def main(args: Sequence[str] | None = None) -> None:
     if (written := given.folder / "all").exists():
         parser.error(f"{written} is there already; name another folder, or delete it")
     proteins = [Protein(header, residues) for _, header, residues in records(given.source, "text")]
-    clusters = {}
+    trembl = [protein for protein in proteins if protein.header.startswith("tr|")]
+    clusters: dict[str, str] = {}
     if given.similar is not None:
         pairs = [line.split("\t")[:2] for line in given.similar.read_text().splitlines()]
         if short := [pair for pair in pairs if len(pair) < 2]:
             parser.error(f"similar={given.similar} has the line {short[0][0]!r} without a TAB")
         clusters = linked(pairs)
-    trembl = [protein for protein in proteins if protein.header.startswith("tr|")]
+        if trembl and clusters.keys().isdisjoint(protein.accession for protein in trembl):
+            named, known = next(iter(clusters), ""), trembl[0].accession
+            parser.error(f"similar={given.similar} names none of the TrEMBL sequences, such as {known}, but {named!r}")
     found = split(trembl, clusters, given.n_test, given.n_val)
     if not found["train"]:
         parser.error(

@@ -62,7 +62,9 @@ def test_the_command_writes_folders_that_are_read(tmp_path: Path, capsys: pytest
     assert all(header.startswith("tr|") for headers in written.values() for header in headers)
     assert not any("Protein 0" in header for header in written["train"])
     (tmp_path / "one.tsv").write_text("P0\n")
+    (tmp_path / "other.tsv").write_text("tr|P0|N\ttr|P1|N\n")
     for more, message in (
+        (["x", "--similar", str(tmp_path / "other.tsv"), *arguments[2:]], r"none .*, such as P0, but 'tr\|P\d\|N'"),
         (["out", *arguments], "is there already; name another folder"),
         (["few", "--n_test", "60"], r"x.fasta: 60 TrEMBL sequences .* are too few for n_test=60, n_val=500 and train"),
         (["few", "--similar", str(tmp_path / "one.tsv")], "has the line 'P0' without a TAB"),

@@ -88,6 +88,14 @@ def read_audio(
     return samples if rate == sample_rate else resample(samples, rate, sample_rate)
 
 
+def check_audio(path: Path, sample_rate: int) -> None:
+    """Raise AudioError if `read_audio` can't read all of a recording, of any length and rate, by its header."""
+    with _opened(path) as file:
+        _, n = _part(path, file, 0.0, None)
+        if fault := _header_fault(file, n, sample_rate, math.inf, upsample=True):
+            raise AudioError.of(path, *fault)
+
+
 @contextmanager
 def _opened(path: Path) -> Iterator[soundfile.SoundFile]:
     """Open a recording. Errors of the file, here and within the context, become `AudioError`."""

@@ -186,7 +186,7 @@ class SpeechData(DataModule):
         if stage == "fit":
             self._statistics = None  # they may be those of another run's checkpoint
             if self.wave_augment is not None:
-                _ = self.wave_augment.noise_files  # raises if there are none
+                self.wave_augment.check(self.filterbanks.sample_rate)
         for split in SPLITS_OF[stage]:
             name = "predict" if stage == "predict" else split
             self._splits[name] = self._of_corpus(split, name)  # again: the trainer may have another model

@@ -9,7 +9,7 @@ import soundfile
 import torch
 from torch import Tensor
 
-from lit_effattn.datamodules.speech.audio import read_audio
+from lit_effattn.datamodules.speech.audio import check_audio, read_audio
 from lit_effattn.datamodules.speech.recordings import recordings
 
 _SPEEDS = (0.5, 2.0)  # slowest and fastest that `speed` may name
@@ -67,6 +67,17 @@ class WaveAugment:
     def fastest(self) -> float:
         """The largest factor by which an utterance becomes shorter."""
         return 1.0 if self.speed is None else max(1.0, round(100 * self.speed[1]) / 100)
+
+    def check(self, sample_rate: int) -> None:
+        """Check the recordings of noise by their headers, for a sampling rate in Hz.
+
+        Raises:
+            FileNotFoundError: If there is no such folder.
+            ValueError: If it has no recordings.
+            AudioError: If a recording cannot be used.
+        """
+        for path in self.noise_files:
+            check_audio(path, sample_rate)
 
     @cached_property
     def noise_files(self) -> list[Path]:

@@ -352,7 +352,7 @@ def epoch_of(data, epoch):
     return list(loader)
 
 
-def test_nothing_is_changed_or_hidden_in_evaluation(make):
+def test_nothing_is_changed_or_hidden_in_evaluation(make, tmp_path):
     options = {
         "spec_augment": SpecAugment(freq_mask=10),
         "wave_augment": WaveAugment(probability=1.0, noises="nowhere"),
@@ -363,6 +363,10 @@ def test_nothing_is_changed_or_hidden_in_evaluation(make):
     assert all(torch.equal(rows[name][0], features) for name, (features, _) in expected.items())
     with pytest.raises(FileNotFoundError, match="nowhere: there is no such file or folder"):
         make("fit", **options)
+    (tmp_path / "noises").mkdir()
+    soundfile.write(tmp_path / "noises" / "stereo.wav", np.zeros((4000, 2)), 2 * RATE)
+    with pytest.raises(AudioError, match=r"stereo\.wav: it has 2 channels.*convert it to mono"):
+        make("fit", wave_augment=WaveAugment(noises=str(tmp_path / "noises")))
 
 
 def test_what_is_changed_and_hidden_is_a_function_of_seed_epoch_and_utterance(make, corpus):

@@ -55,7 +55,7 @@ def records(
             if line.strip() and not start:
                 raise ValueError(f"{path}: the line at byte {offset} precedes the first header (>…) of a FASTA file")
             continue  # of the document before `start`
-        else:
+        elif not line.startswith(b";"):  # which begins a comment
             residues += line.split()
         read(line)
     if begin >= 0:

@@ -14,7 +14,7 @@ from lit_effattn.datamodules.text.sources import Document, TextSource
 from lit_effattn.datamodules.text.token_store import ShardWriter, TokenStore, write_manifest
 from lit_effattn.datamodules.text.tokenizers import ByteTokenizer, Tokenizer
 
-CACHE_FORMAT = 4
+CACHE_FORMAT = 5
 """Version of the cached files. Increment it if the same texts give different files."""
 
 _LONG = 100  # tokens of a document: shorter ones recur

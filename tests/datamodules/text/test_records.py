@@ -104,7 +104,8 @@ def test_texts_and_records_in_one_folder(tmp_path: Path):
 
 
 def test_other_letters_become_x_and_are_counted(tmp_path: Path):
-    (tmp_path / "x.fasta").write_text(">a\nMkJ*lé\n>b\nUOBZX\n>c\nacdj\n" + "".join(f">{i}\nA\n" for i in range(20)))
+    texts = ">a\n;a comment\nMkJ*lé\n>b\nUOBZX\n>c\nacdj\n"
+    (tmp_path / "x.fasta").write_text(texts + "".join(f">{i}\nA\n" for i in range(20)))
     with pytest.warns(match="files: 4 letters are not of the vocabulary, and read as X"):
         data = stream(tmp_path / "x.fasta", tmp_path)
     assert documents(data._store, "test") == ["MKXXLX", "A"]

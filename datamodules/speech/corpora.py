@@ -130,7 +130,8 @@ def read_folding(path: Path, phones: tuple[str, ...]) -> dict[str, str]:
 
     Raises:
         FileNotFoundError: If the file is missing.
-        ValueError: If it is invalid, or names phones that are not in `phones`.
+        ValueError: If it is invalid, names phones that are not in `phones`, or scores a phone as one that is itself
+            scored as another.
     """
     if not path.is_file():
         raise FileNotFoundError(f"folding={str(path)!r}: there is no such file ({path.resolve()}); correct the path")
@@ -145,6 +146,12 @@ def read_folding(path: Path, phones: tuple[str, ...]) -> dict[str, str]:
             raise ValueError(
                 f"folding={str(path)!r} names {name!r}, which is not one of the {len(phones)} phones "
                 f"{' '.join(phones)}; correct it"
+            )
+    for phone, scored in folding.items():
+        if folding.get(scored, scored) != scored:
+            raise ValueError(
+                f"folding={str(path)!r} scores {phone!r} as {scored!r}, but {scored!r} as {folding[scored]!r}; score "
+                "both as the same phone"
             )
     return folding
 

@@ -178,6 +178,7 @@ def test_phones_are_scored_as_the_folding_says(tmp_path: Path):
         "{": r"folding='.*f\.json' is not JSON",
         '{"a": 1}': "is not an object such as",
         '{"a": "z"}': "names 'z', which is not one of the 4 phones a b c d; correct it",
+        '{"a": "b", "b": "c"}': "scores 'a' as 'b', but 'b' as 'c'; score both as the same phone",
     }.items():
         folding.write_text(content)
         with pytest.raises(ValueError, match=message):

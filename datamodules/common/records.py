@@ -2,6 +2,7 @@
 
 import csv
 import json
+import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,6 +18,8 @@ SUFFIXES = (".tsv", ".csv", ".jsonl", ".tsv.gz", ".csv.gz", ".jsonl.gz")
 _SECOND_NAMES = {"target", "tgt", "trg", "output", "label", "class", "category", "sentiment"}
 _COLUMN_NAMES = {"source", "src", "input", "text", "sentence", "review"} | _SECOND_NAMES
 """Names in the first row of a file, which is then not an example. Those of a second column are not in the first."""
+
+_AFTER_BLANK = re.compile(r'\s+".*"\s*', re.DOTALL)  # a cell of a .csv that was meant to be quoted
 
 
 class Record(NamedTuple):
@@ -128,7 +131,13 @@ def _quoted(path: Path) -> Iterator[tuple[str, list[str] | Fault]]:
         lines = (line.decode(errors="surrogateescape") for line in file)  # reported when the text is read
         reader = csv.reader(lines, strict=True)
         try:
-            yield from ((f"{path}:{reader.line_num}", row) for row in reader)
+            for row in reader:
+                where = f"{path}:{reader.line_num}"
+                if any(map(_AFTER_BLANK.fullmatch, row)):
+                    message = f"{where}: a quote after a blank is read as text; delete the blanks between , and quotes"
+                    yield where, Fault("quoted after a blank", message)
+                else:
+                    yield where, row
         except csv.Error as error:
             raise ValueError(f"{path}:{reader.line_num}: is not CSV ({error}); correct it") from error
 

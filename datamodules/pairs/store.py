@@ -18,7 +18,7 @@ from lit_effattn.datamodules.text.token_store import replaced, token_type
 from lit_effattn.datamodules.text.tokenization import progress
 from lit_effattn.datamodules.text.tokenizers import KINDS, Tokenizer
 
-FORMAT = 6
+FORMAT = 7
 """Version of the file format. Increment it if the same pairs give different files."""
 
 _BLOCK = 4096  # items tokenized at a time

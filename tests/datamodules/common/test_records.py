@@ -18,6 +18,9 @@ def test_a_csv_has_quotes_and_lines_within_them(tmp_path: Path):
     expected = ["header row", ['a, "b"\nc', "good"], "empty", "empty", "not 3 columns", ["e", "bad"]]
     assert texts(tmp_path / "x.csv", content) == expected
     assert texts(tmp_path / "y.csv", "a,good\nb,bad\n") == [["a", "good"], ["b", "bad"]]
+    after_blanks = 'text, label\n"a, b", "good"\nc, "bad"\n" c","bad"\n'
+    expected = ["header row", "quoted after a blank", "quoted after a blank", [" c", "bad"]]
+    assert texts(tmp_path / "y.csv", after_blanks) == expected
     for damaged in ('text,label\n"a,good\nb,bad\n', 'text,label\n"a"b,good\n'):
         with pytest.raises(ValueError, match=r"z\.csv:\d: is not CSV .*correct it"):
             texts(tmp_path / "z.csv", damaged)

@@ -100,7 +100,7 @@ class WaveAugment:
             samples = resample(samples, round(100 * rng.uniform(*self.speed)), 100)  # (n,) -> (⌈n / factor⌉,)
         if self.noise is not None and self._drawn(rng):
             noise, ratio = self._some_noise(len(samples), sample_rate, rng), torch.tensor(rng.uniform(*self.noise))
-            if noise.any() and samples.any():  # no ratio to silence
+            if noise.square().any() and samples.square().any():  # no ratio to silence
                 samples = AddNoise()(samples, noise, ratio)
         if self.telephone and self._drawn(rng):
             narrow = resample(samples, sample_rate, _TELEPHONE_RATE).clamp(-1, 1)  # (n,) -> (8000 n / sample_rate,)

@@ -100,8 +100,9 @@ def test_what_makes_no_sense_is_refused(tmp_path):
             WaveAugment(**options)
     with pytest.raises(ValueError, match="has no recordings"):
         _ = WaveAugment(noises=str(tmp_path)).noise_files
-    soundfile.write(tmp_path / "silence.wav", np.zeros(RATE), RATE)
-    assert torch.equal(changed(tone(400), noise=(0.0, 0.0), noises=str(tmp_path)), tone(400))
+    for level in (0.0, 1e-25):  # whose square is 0
+        soundfile.write(tmp_path / "silence.wav", np.full(RATE, level), RATE, subtype="FLOAT")
+        assert torch.equal(changed(tone(400), noise=(0.0, 0.0), noises=str(tmp_path)), tone(400))
     (tmp_path / "silence.wav").write_bytes(b"no sound" * 9)
     with pytest.raises(AudioError, match=r"silence\.wav: libsndfile cannot read it"):
         changed(tone(400), noise=(5.0, 5.0), noises=str(tmp_path))

@@ -37,7 +37,7 @@ class RandomStates(pl.Callback):
 
     def on_save_checkpoint(self, trainer: pl.Trainer, pl_module: Any, checkpoint: dict[str, Any]) -> None:
         """Gather the states of all processes. This hook is called on every process, unlike `state_dict`."""
-        local = self._before_validation or _capture(pl_module.device)
+        local = self._loaded or self._before_validation or _capture(pl_module.device)
         checkpoint[RANDOM_STATES_KEY] = [local] if trainer.world_size == 1 else gathered(local)
 
     def on_load_checkpoint(self, trainer: pl.Trainer, pl_module: Any, checkpoint: dict[str, Any]) -> None:

@@ -66,6 +66,10 @@ def test_every_generator_goes_on_where_it_was():
     resumed = RandomStates()
     resumed.on_load_checkpoint(one_process(), CPU, through_a_file(checkpoint))
     draw()  # whatever happens between loading and the first step changes nothing
+    stopped: dict = {}
+    resumed.on_save_checkpoint(one_process(), CPU, stopped)  # a signal before the first step
+    resumed = RandomStates()
+    resumed.on_load_checkpoint(one_process(), CPU, through_a_file(stopped))
     resumed.on_train_batch_start(one_process(), CPU)
     assert [draw() for _ in range(3)] == expected
     resumed.on_train_batch_start(one_process(), CPU)  # only once

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from lit_effattn.attention import Attention, CrossAttention
 from lit_effattn.nn.encoder_decoder import EncoderDecoder
+from lit_effattn.sequence import State, select
 
 LAYERS, HEADS = 4, 4  # largest numbers of attentions of a model, and of heads of an attention, that are drawn
 TIMES = 256  # points of [0, 1] at which a density over a continuous memory is drawn
@@ -44,7 +45,8 @@ class Drawn(NamedTuple):
 def attention_pictures(model: nn.Module, run: Callable[[], object]) -> list[Drawn]:
     """Draw the attention of `model`, in evaluation, while `run` passes one sequence through it, without padding.
 
-    At most `LAYERS` attentions are drawn, including the first and the last, and `HEADS` heads of each.
+    At most `LAYERS` attentions are drawn, including the first and the last, and `HEADS` heads of each. If a call has
+    several rows, as in a `SlidingWindow`, the last one is drawn.
     """
     drawn: dict[str, Drawn] = {}
     encoded: list[Tensor] = []
@@ -54,7 +56,7 @@ def attention_pictures(model: nn.Module, run: Callable[[], object]) -> list[Draw
 
     def draw(name: str, module: Any, args: tuple[Any, ...]) -> None:
         if name not in drawn:
-            drawn[name] = _drawn(name, module, args, encoded)
+            drawn[name] = _drawn(name, module, _of_last_row(*args), encoded)
 
     with contextlib.ExitStack() as hooks:
         for module in model.modules():
@@ -65,6 +67,13 @@ def attention_pictures(model: nn.Module, run: Callable[[], object]) -> list[Draw
             hooks.callback(module.register_forward_pre_hook(partial(draw, name)).remove)
         run()
     return list(drawn.values())
+
+
+def _of_last_row(x: Tensor, state: State | None = None, lengths: Tensor | None = None) -> tuple[Any, ...]:
+    """Return the arguments of a call for its last row, without padding."""
+    last = torch.tensor([len(x) - 1], device=x.device)
+    n = x.size(1) if lengths is None else int(lengths[-1])
+    return x[-1:, :n], select(state, last), None
 
 
 def _drawn(name: str, module: Any, args: tuple[Any, ...], encoded: Sequence[Tensor]) -> Drawn:

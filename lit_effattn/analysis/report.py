@@ -239,7 +239,7 @@ def _attention(model: Any, sequence: report_samples.OneSequence) -> list[str]:
     remarks: list[str] = []
     parts = [html.heading("Attention")]
     with _remark(remarks, "Not drawn"):
-        drawn = attention_pictures(model, lambda: model.objective(sequence.batch, sequence.memory))
+        drawn = attention_pictures(model, lambda: model.hidden(sequence.batch, sequence.memory))
         scale = '<p class="quiet">Weights, in each row from 0 <span class="scale"></span> to its largest</p>'
         parts += [html.note("Of the first test sequence, the first heads."), scale] if drawn else []
         for module in drawn:

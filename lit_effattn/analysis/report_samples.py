@@ -83,12 +83,13 @@ def first_sequence(model: Task, data: Any, length: int, *, carried: bool) -> One
     batches = (rows(batch, row) for batch in chain([first], loader))
     batch, memory, seen = next(batches), None, 0
     if carried and isinstance(batch, TokenBatch):
-        backbone: Any = model.backbone
+        task: Any = model
+        backbone = task.active_backbone  # with `eval_window`, a `SlidingWindow`
         memory = backbone.initial_state(1)
         for following in batches:
             if seen >= length or not filled_rows(following):  # the stream has ended
                 break
-            memory = model.objective(batch, memory).state
+            memory = task.hidden(batch, memory)[1]
             seen += batch.inputs.size(1)
             batch = following
             if batch.fresh is not None and bool(batch.fresh[0]):

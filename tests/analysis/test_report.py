@@ -306,6 +306,22 @@ def test_carried_memory_is_that_of_the_segments_before_and_bits_follow_from_it()
     assert model.memory is None
 
 
+@pytest.mark.parametrize("intermediate_losses", [False, True])
+def test_with_a_sliding_window_the_last_one_is_drawn(intermediate_losses: bool):
+    torch.manual_seed(0)
+    backbone = Transformer(8, 2, 2, attention=SoftmaxAttention)
+    model = LanguageModel(backbone, 5, eval_window=4, intermediate_losses=intermediate_losses).eval()
+    tokens = torch.randint(5, (1, 9))
+    segments = [TokenBatch(tokens[:, i : i + 3], tokens[:, i : i + 3]) for i in range(0, 9, 3)]
+    sequence = first_sequence(model, loader(*segments), 6, carried=True)
+    found = attention_pictures(model, lambda: model.hidden(sequence.batch, sequence.memory))
+    window = model._embed(tokens[:, 5:])
+    expected = attention_pictures(backbone, lambda: backbone(window))
+    assert [part.pictures for part in found] == [part.pictures for part in expected]
+    nll = model.head.nll(backbone(window)[0][:, -1], tokens[:, -1])
+    assert token_bits(model, sequence)[-1][1] == pytest.approx(nll.item() / math.log(2), rel=1e-5)
+
+
 def test_a_page_has_the_memory_of_evaluation(monkeypatch: pytest.MonkeyPatch):
     attention = partial(TransformerXLAttention, mem_len=2)
     model = LanguageModel(Transformer(8, 2, 1, attention=attention), 5, eval_mem_len=7)

@@ -340,6 +340,7 @@ class Task(HasInitArgs, pl.LightningModule):
             )
         loaders.check_single(self.trainer.train_dataloader)
         loaders.check_even(self.trainer)
+        loaders.warn_of_repeated_items(self.trainer)
         loaders.warn_of_repetition(self.trainer)
         if self.scored_items is None:
             loaders.warn_of_last_steps(self.trainer)

@@ -8,8 +8,10 @@ import lightning.pytorch as pl
 import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
+from torch.utils.data import DistributedSampler
 
 from lit_effattn.callbacks.lightning_internals import has_last_batch, is_within_epoch
+from lit_effattn.datamodules.common.sampling import BatchSampler
 
 
 def check_single(loaders: Any) -> None:
@@ -66,6 +68,20 @@ def warn_of_last_steps(trainer: pl.Trainer) -> None:
             f"the last step of an epoch has {rest} of its {batches} batches, and Lightning divides their loss by "
             f"accumulate_grad_batches={size}, so they count for less; the callback GlobalLossNormalization counts all "
             "items alike"
+        )
+
+
+def warn_of_repeated_items(trainer: pl.Trainer) -> None:
+    """Warn if a validation scores items twice. In `validate` and `test` Lightning warns."""
+    sampler = getattr(trainer.val_dataloaders, "sampler", None)
+    if not isinstance(sampler, DistributedSampler) or isinstance(sampler, BatchSampler):
+        return
+    n = len(sampler.dataset)  # type: ignore[arg-type]
+    if sampler.total_size > n:
+        rank_zero_warn(
+            f"validation scores {sampler.total_size} items in place of {n}, since Lightning's DistributedSampler gives "
+            f"{sampler.num_replicas} processes equally many; return a ResumableLoader with ShardedBatches from "
+            "val_dataloader, or use a number of items that the number of processes divides"
         )
 
 

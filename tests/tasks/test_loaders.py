@@ -8,11 +8,12 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, SequentialSampler
 
 from lit_effattn import PixelModel, Transformer
 from lit_effattn.callbacks import GlobalLossNormalization, LastCheckpoint, StopOnSignal, Stopped
 from lit_effattn.cli.failures import explained
+from lit_effattn.datamodules import ShardedBatches
 from lit_effattn.tasks import loaders
 from tests.callbacks.tiny import trainer
 
@@ -104,3 +105,16 @@ def test_processes_with_different_numbers_of_batches_are_named(monkeypatch: pyte
     loaders.check_even(run)
     loaders.check_end(run)
     assert not of_both
+
+
+def test_items_that_a_validation_scores_twice_are_announced(recwarn):
+    """Lightning warns of them in `validate` and `test` alone."""
+    of_two: Any = {"num_replicas": 2, "rank": 0}
+    own = ShardedBatches(5, 1, shuffle=False, seed=0, drop_last=False, **of_two)
+    for sampler in (DistributedSampler(range(6), **of_two), own, SequentialSampler(range(5))):  # type: ignore[arg-type]
+        loaders.warn_of_repeated_items(SimpleNamespace(val_dataloaders=SimpleNamespace(sampler=sampler)))  # type: ignore[arg-type]
+    loaders.warn_of_repeated_items(SimpleNamespace(val_dataloaders=None))  # type: ignore[arg-type]
+    assert not recwarn
+    sampler = DistributedSampler(range(5), **of_two)  # type: ignore[arg-type]
+    with pytest.warns(UserWarning, match="validation scores 6 items in place of 5"):
+        loaders.warn_of_repeated_items(SimpleNamespace(val_dataloaders=SimpleNamespace(sampler=sampler)))  # type: ignore[arg-type]

@@ -130,7 +130,7 @@ class SpeechRecognizer(Task):
         if self.label_smoothing:
             uniform = -log_probs.mean(-1).masked_fill(~valid_positions(lengths, log_probs.size(1)), 0).sum(1)  # (B,)
             nats = (1 - self.label_smoothing) * nats + self.label_smoothing * uniform.masked_fill(~possible, 0)
-        return self.with_auxiliary(nats.sum() / phones, figures, state, n_scored=phones)
+        return self.with_auxiliary(nats.sum() / phones, figures, state, n_scored=phones * possible.any())
 
     def score(self, stage: str, batch: SpeechBatch) -> dict[str, Any]:
         """Update the loss, the phoneme error rate, and the counts of all and of impossible utterances."""

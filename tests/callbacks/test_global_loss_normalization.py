@@ -111,6 +111,7 @@ def translator() -> Task:
     [
         (lambda: LanguageModel(LSTM(8, 1), V), rows()[0], rows()[1]),
         (recognizer, speech(1, 2, 1), speech(2)),
+        (recognizer, speech(1, 2, 1)._replace(lengths=torch.tensor([2])), speech(2)),  # it has too few frames
         (translator, pair(9), pair(1)),
         (
             lambda: SequenceClassifier(LSTM(8, 1), ("a", "b", "c"), vocab_size=V),
@@ -119,7 +120,7 @@ def translator() -> Task:
         ),
         (lambda: PixelModel(LSTM(8, 1), (2, 2, 1)), torch.ones(3, 4).long(), torch.full((1, 4), 99)),
     ],
-    ids=["text", "speech", "pairs", "classes", "pixels"],
+    ids=["text", "speech", "impossible", "pairs", "classes", "pixels"],
 )
 def test_the_loss_of_two_batches_is_the_mean_by_scored_items(make: Any, one: Any, other: Any):
     torch.manual_seed(0)

@@ -27,7 +27,7 @@ from lit_effattn.settings.tools import ROOT, add_trust, tool_parser
 from lit_effattn.tasks import Task
 
 _PICTURES_OF_TRAINING = 4
-_UNREADABLE = (ValueError, OSError, RuntimeError, TypeError, ModuleNotFoundError, KeyError)
+_UNREADABLE = (ValueError, OSError, RuntimeError, TypeError, AttributeError, ModuleNotFoundError, LookupError)
 """Errors of reading a checkpoint or data, or of running the model. The page shows them as remarks."""
 
 

@@ -331,8 +331,10 @@ def test_a_page_has_the_memory_of_evaluation(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(Task, "load_from_checkpoint", lambda *_, **__: model)
     monkeypatch.setattr(report.report_samples, "test_data", lambda _: loader(TokenBatch(tokens, tokens)))
     monkeypatch.setattr(report.report_samples, "token_bits", lambda *_: lengths.append(xl.mem_len))
-    report._of_checkpoint(Path(), Path("best.ckpt"), RunRecord(Path(), {}), 1, 4, ())
+    monkeypatch.setattr(model, "predict_step", lambda batch: batch.label)
+    parts = report._of_checkpoint(Path(), Path("best.ckpt"), RunRecord(Path(), {}), 1, 4, ())
     assert (lengths, xl.mem_len) == ([7], 2)
+    assert any("No predictions: " in part and "has no attribute" in part for part in parts)
 
 
 @pytest.mark.parametrize("carried", [False, True])

@@ -161,7 +161,8 @@ def _of_checkpoint(
         with model.in_evaluation():
             with _remark(remarks, "No test data"):
                 data = report_samples.test_data(checkpoint)
-                carried = "MemoryCarry" in run.settings.values()
+                callbacks = [name for name, value in run.settings.items() if value == "MemoryCarry"]
+                carried = any(run.settings.get(f"{name}.evaluation", True) for name in callbacks)
                 sequence = report_samples.first_sequence(model, data, length, carried=carried)
             if n:
                 parts += _samples(model, data, n, remarks)

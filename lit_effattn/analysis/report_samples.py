@@ -70,8 +70,8 @@ def filled_rows(batch: Any, n: int | None = None) -> list[int]:
 def first_sequence(model: Task, data: Any, length: int, *, carried: bool) -> OneSequence:
     """Return the first sequence of `test_data`, cut to `length` positions of the model.
 
-    If the run `carried` memory over the segments of a stream, it is the first segment with at least `length` positions
-    before it, or the last.
+    If evaluations of the run `carried` memory over the segments of a stream, it is the first segment with at least
+    `length` positions before it, or the last.
 
     Raises:
         ValueError: If all rows of the first batch are empty.

@@ -337,6 +337,18 @@ def test_a_page_has_the_memory_of_evaluation(monkeypatch: pytest.MonkeyPatch):
     assert any("No predictions: " in part and "has no attribute" in part for part in parts)
 
 
+@pytest.mark.parametrize("evaluation", [None, True, False])
+def test_a_page_has_the_memory_that_evaluations_carry(evaluation: bool | None, monkeypatch: pytest.MonkeyPatch):
+    settings: dict[str, str | bool] = {"trainer.callbacks.0": "MemoryCarry"}
+    settings |= {} if evaluation is None else {"trainer.callbacks.0.evaluation": evaluation}
+    asked: list[bool] = []
+    monkeypatch.setattr(Task, "load_from_checkpoint", lambda *_, **__: LanguageModel(Transformer(8, 2, 1), 5))
+    monkeypatch.setattr(report.report_samples, "test_data", lambda _: None)
+    monkeypatch.setattr(report.report_samples, "first_sequence", lambda *_, carried: asked.append(carried))
+    report._of_checkpoint(Path(), Path("best.ckpt"), RunRecord(Path(), settings), 0, 4, ())
+    assert asked == [evaluation is not False]
+
+
 @pytest.mark.parametrize("carried", [False, True])
 def test_rows_of_a_stream_that_is_empty_or_has_ended_are_not_shown(carried: bool):
     """A short text has fewer segments than the batch has streams: its first row is empty."""

@@ -85,7 +85,7 @@ class LengthBatches(BatchSampler):
             borders = _borders(longest, batch_size, max_samples, num_replicas)
             batches = np.split(np.arange(len(lengths)), borders[1:-1])  # of all processes together
             self._places = [step[rank::num_replicas] for step in batches]
-        self.division = zlib.crc32(np.concatenate([*batches, [len(batch) for batch in batches]]))
+        self.division = zlib.crc32(np.concatenate([*batches, [len(batch) for batch in batches]]).tobytes())
 
     def __len__(self) -> int:
         return len(self._places)

@@ -11,7 +11,6 @@ from torch.utils.data import DataLoader, DistributedSampler
 
 from lit_effattn.checks import at_least
 
-
 _COUNTS = ("epoch", "batches", "n_batches", "division")  # of the state of a loader
 
 

@@ -138,6 +138,17 @@ def test_padding_is_nothing(family: Family):
 
 
 @each_family
+def test_a_row_of_padding_has_no_gradient_of_the_row_before(family: Family):
+    torch.set_num_threads(1)  # which computes both rows
+    given = family.inputs(2 * C, b=2, h=1)
+    with torch.no_grad():
+        given[1][0] = torch.nan
+    found = gradients(family.function(*given, torch.tensor([2 * C, 0])), given)
+    assert found[0][0].isnan().any()
+    assert all(g[1].isfinite().all() for g in found)
+
+
+@each_family
 def test_any_strides_and_broadcast_gradients(family: Family):
     given = family.inputs(40, b=3)
     others = [t.detach().mT.contiguous().mT.requires_grad_() for t in given[:3]]

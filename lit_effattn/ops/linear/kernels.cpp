@@ -120,7 +120,7 @@ void backward_row(const Sizes& sizes, Head g, Head q, Head k, Head v, const floa
   float *const R_ = S, *const r_ = Z, *const Kt = one, *const U = one, *const dK = three, *const O = two;
   read_matrix(f, d, g_s, F, D, R_);
   std::memcpy(r_, g_z, sizeof(float) * f);
-  for (Index i0 = (n - 1) / C * C; i0 >= 0; i0 -= C) {
+  for (Index i0 = (n + C - 1) / C * C - C; i0 >= 0; i0 -= C) {
     const Index rows = at_most(C, n - i0);
     ahead.restart();
     for (const Head* t : {&g_k, &g_v}) ahead.add(t->part(i0, rows, WRITE));

@@ -121,9 +121,7 @@ def row(given: Any) -> dict[str, Any]:
     if device.type == "cuda":
         peak = torch.cuda.max_memory_allocated()
     (tested,) = trainer.test(task, data, verbose=False)
-    names = {
-        name: vars(given)[name] for name in ("task", "kind", "seed", "d_model", "n_layers", "batch_size", "segment_len")
-    }
+    names = {name: value for name, value in vars(given).items() if name not in ("root", "steps", "seconds", "limit")}
     figures |= {"steps": trainer.global_step, "ms_a_step": round(1000 * seconds, 1), "peak_mb": round(peak / 1e6)}
     parameters = sum(p.numel() for p in task.parameters())
     scores = {name.removeprefix("test/"): round(value, 5) for name, value in tested.items()}

@@ -22,10 +22,11 @@ def _parser() -> argparse.ArgumentParser:
         "compare", "Compare runs: settings that differ, metrics, parameters, bytes of state, time, peak memory."
     )
     parser.add_argument("runs", nargs="+", metavar="RUN", help="The folder of a run, or model:NAME.")
-    parser.add_argument(
+    output = parser.add_mutually_exclusive_group()
+    output.add_argument(
         "--format", choices=["terminal", "markdown", "csv"], default="terminal", help="Default: terminal."
     )
-    parser.add_argument(
+    output.add_argument(
         "--html", metavar="FILE", help="Write a page instead, a new file: the tables, and curves by step and by time."
     )
     parser.add_argument(

@@ -13,7 +13,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from lit_effattn.checkpoints import slurm
 from lit_effattn.checkpoints.io import read_intact
 from lit_effattn.checkpoints.own_runs import config_file, own_config
-from lit_effattn.checkpoints.runs import find_checkpoint, last_kept, run_of, short
+from lit_effattn.checkpoints.runs import LAST, PREVIOUS, find_checkpoint, last_kept, run_of, short
 from lit_effattn.checkpoints.shipped import is_model
 from lit_effattn.checkpoints.trust import find, imported, may_name_modules
 from lit_effattn.hparams import defaults, flat, subclasses
@@ -104,6 +104,12 @@ def resolve(arguments: Arguments) -> Resolved:
     if not uses_data and (given := _flag(arguments, "data")):
         raise ValueError(f"--{given}: generate reads data for --complete alone; leave it out")
     named = Path(parent) if parent else find_checkpoint(name, root)
+    resumed = run_of(named) if fits and named.name in (LAST, PREVIOUS) else None
+    if resumed is not None and arguments.stated.given("name") and resumed.parent != root.resolve():
+        raise ValueError(
+            f"--name {arguments.stated.text('name')}: training from {short(named)} goes on in its own run; leave "
+            "--name out, or start a new run with --init_weights in place of --ckpt_path"
+        )
     average = None if fits else arguments.stated.text("average")
     averaged = [] if average is None else last_kept(named, _number(average))
     checkpoint, content = read_intact(averaged[-1] if averaged else named, training=fits, verify=parent is None)

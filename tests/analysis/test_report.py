@@ -157,6 +157,9 @@ def test_a_page_of_compare_replaces_none(run: Path, capsys):
     Path("mine.html").write_text("mine")
     assert "--html mine.html exists" in fails(capsys, "compare", str(run), "--html", "mine.html")
     assert Path("mine.html").read_text() == "mine"
+    with pytest.raises(SystemExit):
+        main(["compare", str(run), "--html", "new.html", "--format", "csv"])
+    assert "--format: not allowed with argument --html" in capsys.readouterr().err
 
 
 def test_runs_are_found(run: Path, capsys):

@@ -405,6 +405,10 @@ def test_a_swapped_or_named_run_has_a_folder_of_its_own(
         assert re.search(rf"^test from runs/{re.escape(folder)}/.*/best\.ckpt$", "\n".join(caplog.messages), re.M)
     assert "no run under" in fails(capsys, "test", "--config", "tiny.yaml", "--ckpt_path", "best")
     assert "--name a/b: use letters" in fails(capsys, "fit", "--config", "tiny.yaml", "--name", "a/b")
+    last = str(next(Path("runs").glob("other/*/checkpoints/last.ckpt")))
+    assert "--name x: training from" in fails(capsys, "fit", "--ckpt_path", last, "--name", "x")
+    main(["fit", "--ckpt_path", last, "--name", "other", "--trainer.max_epochs", "2"])
+    assert len(list(Path("runs").glob("other/*"))) == 1
 
 
 @pytest.mark.parametrize("step", [0, 1])

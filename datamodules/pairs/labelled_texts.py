@@ -212,6 +212,11 @@ class LabelledTexts(LengthBatched):
             tokens = [np.frombuffer(text, np.uint8) for text in texts]
         else:
             tokens = [self._tokenizer.encode(text.decode()).astype(np.int32) for text in texts]
+            if empty := [text.decode() for text, of_text in zip(texts, tokens, strict=True) if not len(of_text)]:
+                raise ValueError(
+                    f"{self.name}: the tokenizer of {self._tokenizer_of} gives no tokens for {empty[0]!r:.80}, one of "
+                    f"{len(empty):,} such texts; delete them, or leave out tokenizer_of"
+                )
         cut = [of_text[: self.max_len] for of_text in tokens]
         borders = np.cumsum([0, *map(len, cut)])
         n_cut = sum(len(of_text) > self.max_len for of_text in tokens)

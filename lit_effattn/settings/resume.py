@@ -104,12 +104,8 @@ def resolve(arguments: Arguments) -> Resolved:
     if not uses_data and (given := _flag(arguments, "data")):
         raise ValueError(f"--{given}: generate reads data for --complete alone; leave it out")
     named = Path(parent) if parent else find_checkpoint(name, root)
-    resumed = run_of(named) if fits and named.name in (LAST, PREVIOUS) else None
-    if resumed is not None and arguments.stated.given("name") and resumed.parent != root.resolve():
-        raise ValueError(
-            f"--name {arguments.stated.text('name')}: training from {short(named)} goes on in its own run; leave "
-            "--name out, or start a new run with --init_weights in place of --ckpt_path"
-        )
+    if name not in ("last", "best") and (not fits or named.name in (LAST, PREVIOUS)):
+        _check_same_run(arguments, named, root)
     average = None if fits else arguments.stated.text("average")
     averaged = [] if average is None else last_kept(named, _number(average))
     checkpoint, content = read_intact(averaged[-1] if averaged else named, training=fits, verify=parent is None)
@@ -136,6 +132,20 @@ def resolve(arguments: Arguments) -> Resolved:
         averaged=averaged,
         takes_inputs=_takes_inputs(arguments, config or {}) if arguments.inputs else None,
     )
+
+
+def _check_same_run(arguments: Arguments, checkpoint: Path, root: Path) -> None:
+    """Reject a folder for the results of a command that writes into the run of its checkpoint."""
+    folder = run_of(checkpoint)
+    if folder is None or folder.is_relative_to(root.resolve()):
+        return
+    remedy = ", or start a new run with --init_weights in place of --ckpt_path" if arguments.command == "fit" else ""
+    for option in ("name", "trainer.default_root_dir"):
+        if (given := arguments.flags.text(option)) is not None:
+            raise ValueError(
+                f"--{option} {given}: {arguments.command} from {short(checkpoint)} writes into the run of that "
+                f"checkpoint; leave --{option} out{remedy}"
+            )
 
 
 def _of_command(config: dict[str, Any], checkpoint: Path, arguments: Arguments, *, uses_data: bool) -> dict[str, Any]:

@@ -406,7 +406,11 @@ def test_a_swapped_or_named_run_has_a_folder_of_its_own(
     assert "no run under" in fails(capsys, "test", "--config", "tiny.yaml", "--ckpt_path", "best")
     assert "--name a/b: use letters" in fails(capsys, "fit", "--config", "tiny.yaml", "--name", "a/b")
     last = str(next(Path("runs").glob("other/*/checkpoints/last.ckpt")))
-    assert "--name x: training from" in fails(capsys, "fit", "--ckpt_path", last, "--name", "x")
+    assert "--name x: fit from" in fails(capsys, "fit", "--ckpt_path", last, "--name", "x")
+    message = fails(capsys, "test", "--ckpt_path", last, "--trainer.default_root_dir", "elsewhere")
+    assert "--trainer.default_root_dir elsewhere: test from runs/other/" in message
+    assert "; leave --trainer.default_root_dir out\n" in message  # nothing of a new run
+    main(["test", "--ckpt_path", last, "--trainer.default_root_dir", "runs"])
     main(["fit", "--ckpt_path", last, "--name", "other", "--trainer.max_epochs", "2"])
     assert len(list(Path("runs").glob("other/*"))) == 1
 

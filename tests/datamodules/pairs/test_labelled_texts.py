@@ -251,3 +251,18 @@ def test_files_that_are_not_what_they_should_be(lines, words, tmp_path):
 def test_a_missing_file_is_named():
     with pytest.raises(FileNotFoundError, match=r"root='nowhere'.*no train.tsv"):
         ready(root="nowhere")
+
+
+def test_a_text_without_tokens_is_named(tmp_path):
+    from tokenizers import Tokenizer, models
+
+    letters = {letter: token for token, letter in enumerate(sorted({*"".join(text for text, _ in ITEMS)} - {"n"}))}
+    model = json.loads(Tokenizer(models.BPE(letters, [])).to_str())  # without a token for others
+    vocabulary = {"model": model, "n_tokens": 99, "start": 98, "end": None}
+    checkpoint = save_tokenizer(tmp_path / "m.ckpt", json.dumps({"tokens": "pretrained", "vocabulary": vocabulary}))
+    root = write(tmp_path / "x")
+    assert ready(root=root, tokenizer_of=checkpoint).vocab_size == 99
+    with (tmp_path / "x" / "val.tsv").open("a") as file:
+        file.write("nnn\tgood\n")
+    with pytest.raises(ValueError, match=r"m\.ckpt gives no tokens for 'nnn', one of 1 such texts; delete them"):
+        ready(root=root, tokenizer_of=checkpoint)

@@ -19,7 +19,8 @@ class ProgressBar(RichProgressBar):
     """Lightning's rich progress bar, refreshed at most ten times a second.
 
     Lightning's own refreshes after every step, and waits for the GPU to get the loss. The logger's version number is
-    not shown, since each run has its own folder. The number of epochs is shown only if it has a maximum.
+    not shown, since each run has its own folder. The number of epochs is shown only if it has a maximum. The number of
+    batches is that of the epoch, also of accumulated ones, and of those before training resumed.
     """
 
     def __init__(self) -> None:
@@ -51,6 +52,17 @@ class ProgressBar(RichProgressBar):
         metrics = super().get_metrics(trainer, pl_module)
         metrics.pop("v_num", None)
         return metrics
+
+    @property
+    def total_train_batches(self) -> int | float:
+        """The number of the epoch's batches, up to the last step if `max_steps` alone limits training."""
+        trainer = self.trainer
+        n = trainer.num_training_batches
+        if trainer.max_epochs != -1 or trainer.max_steps <= 0:
+            return n
+        batches, each = trainer.fit_loop.epoch_loop.batch_progress.current, trainer.accumulate_grad_batches
+        done = batches.ready if batches.ready > batches.completed else batches.ready % n  # n: an epoch has ended
+        return min(n, done // each * each + (trainer.max_steps - trainer.global_step) * each)
 
     def _get_train_description(self, current_epoch: int) -> str:
         text = super()._get_train_description(current_epoch)

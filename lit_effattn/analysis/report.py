@@ -22,6 +22,7 @@ from lit_effattn.checkpoints.files import whole
 from lit_effattn.checkpoints.printable import printable
 from lit_effattn.checkpoints.runs import LAST, PREVIOUS, find_checkpoint, is_checkpoint, output_folder, run_of, short
 from lit_effattn.checkpoints.shipped import is_model
+from lit_effattn.datamodules import TextStream
 from lit_effattn.settings.defaults import split
 from lit_effattn.settings.tools import ROOT, add_trust, tool_parser
 from lit_effattn.tasks import Task
@@ -203,8 +204,11 @@ def _samples(model: Task, data: Any, n: int, remarks: list[str]) -> list[str]:
                 batch = report_samples.rows(batch, report_samples.filled_rows(batch, n))
                 (folder / "predicted").mkdir()
                 with torch.no_grad():
-                    model.write_predictions([model.predict_step(batch)], folder / "predicted")
-                parts += html.cards("Test items", list(output_figures(folder / "predicted")))
+                    predicted = model.predict_step(batch)
+                # A row of a text is a part of a document, or has several; `predict` scores whole ones.
+                if not isinstance(data, TextStream) or "offset" not in predicted:
+                    model.write_predictions([predicted], folder / "predicted")
+                    parts += html.cards("Test items", list(output_figures(folder / "predicted")))
         with _remark(remarks, "Nothing drawn"):
             remarks += report_samples.write_samples(model, data, n, folder)
         samples = [figure for drawn in sorted(folder.glob("drawn_*")) for figure in output_figures(drawn)]

@@ -49,6 +49,7 @@ from lit_effattn.settings.initial_weights import add_missing, remedy
 from lit_effattn.settings.resume import (
     CHECKPOINT,
     OF_FIT,
+    changes_scores,
     check_kept_settings,
     check_patience,
     fixed_by_data,
@@ -297,9 +298,9 @@ class CLI(LightningCLI):
             self._warn_of_replaced(self.resolved.run)
 
     def _warn_of_replaced(self, run: dict[str, Any]) -> None:
-        """Warn of settings of the run's model that `--config` overrides, or defaults of a class that a flag names."""
+        """Warn of settings of the run that `--config` overrides, or defaults of a class that a flag names."""
         before, now = (
-            {re.sub(r"\.0\b", "", name): value for name, value in flat(section(settings, "model"), "model").items()}
+            {re.sub(r"\.0\b", "", name): value for name, value in flat(self._compared(settings)).items()}
             for settings in (run, self.settings)  # a list of one attention is that attention
         )
         replaced = [
@@ -312,6 +313,15 @@ class CLI(LightningCLI):
                 f"--config overrides settings of the run: {'; '.join(replaced)}. --name and --trainer.default_root_dir "
                 "find a run without overriding any"
             )
+
+    def _compared(self, settings: dict[str, Any]) -> dict[str, Any]:
+        """Return what `--config` may override: of the callbacks the names, if no flag is about them."""
+        trainer = {k: v for k, v in section(settings, "trainer").items() if k not in ("default_root_dir", "callbacks")}
+        if not self.arguments.flags.at("trainer.callbacks"):
+            given = as_list(section(settings, "trainer").get("callbacks"))
+            used = [callback for callback in given if self.subcommand == "fit" or changes_scores(callback)]
+            trainer["callbacks"] = ", ".join(callback["class_path"].rpartition(".")[2] for callback in used) or "none"
+        return {"model": section(settings, "model"), "data": section(settings, "data"), "trainer": trainer}
 
     def _find_weights(self, config: Namespace) -> None:
         """Replace `last` and `best`, which later name other checkpoints, with paths.

@@ -164,14 +164,14 @@ def _of_command(config: dict[str, Any], checkpoint: Path, arguments: Arguments, 
         if (run := run_of(checkpoint)) is not None and not arguments.stated.given("trainer.default_root_dir"):
             trainer = {**trainer, "default_root_dir": short(run.parent)}
     else:
-        callbacks = [callback for callback in as_list(trainer.get("callbacks")) if _scores(callback)]
+        callbacks = [callback for callback in as_list(trainer.get("callbacks")) if changes_scores(callback)]
         names = (*_OF_SCORING, *(["logger"] if trainer.get("logger") is False else []))
         trainer = {name: trainer[name] for name in names if name in trainer}
         trainer |= {"callbacks": callbacks} if callbacks else {}
     return {**taken, "trainer": trainer}
 
 
-def _scores(callback: Any) -> bool:
+def changes_scores(callback: Any) -> bool:
     """Return whether the spec of a callback is of a class that also changes the results of scoring."""
     with suppress(Exception):  # the user's module may raise any exception
         return bool(find(callback["class_path"]).changes_scores)

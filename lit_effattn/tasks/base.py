@@ -546,7 +546,7 @@ class Task(HasInitArgs, pl.LightningModule):
         for name in self.numbering:
             saved, own = (tuple(v) if isinstance(v, list) else v for v in (built.get(name), getattr(self, name)))
             if None not in (saved, own) and saved != own:
-                other = ", or for another text --data.tokenizer_of CHECKPOINT --data.tokens null"
+                other = ", or for another text --data.tokenizer_of CHECKPOINT --data.tokens null --data.vocab_size null"
                 raise ValueError(
                     f"the checkpoint's and this model's {name} differ: {_described(saved, own)}, and "
                     f"{_described(own, saved)}; the same number means another one: use the data and the settings that "

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from lightning.pytorch.callbacks import RichProgressBar
+from lightning.pytorch.callbacks import ModelCheckpoint, RichProgressBar
 
 from lit_effattn.callbacks import ParameterSummary, ProgressBar
 from tests.callbacks.tiny import Tiny, loader, trainer
@@ -56,3 +56,27 @@ def test_the_summary_counts_what_has_parameters(tmp_path: Path, capsys: pytest.C
     assert re.search(r"│ frozen +│ Linear +│ 1.6 K +│", output)
     assert "nothing" not in output
     assert "FLOPs" not in output
+
+
+@pytest.mark.parametrize(
+    ("options", "steps", "expected"), [({}, 5, [5]), ({"accumulate_grad_batches": 3}, 8, [8, 8, 6])]
+)
+def test_the_number_of_batches_is_that_of_the_epoch(
+    options: dict[str, int], steps: int, expected: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """Also of a run that resumes in mid-epoch, and with accumulated batches."""
+    totals: list[int] = []
+    saving = ModelCheckpoint(tmp_path, "a", every_n_train_steps=2)
+    trainer(tmp_path, [saving], max_steps=2, **options).fit(Tiny(), loader(8))
+    draw = ProgressBar._add_task, RichProgressBar.on_train_epoch_start
+    monkeypatch.setattr(ProgressBar, "_add_task", lambda bar, n, *args: (totals.append(n), draw[0](bar, n, *args))[1])
+
+    def start(bar: ProgressBar, *args: object) -> None:
+        if bar.train_progress_bar_id is not None:
+            totals.append(bar.total_train_batches)
+        draw[1](bar, *args)
+
+    monkeypatch.setattr(RichProgressBar, "on_train_epoch_start", start)
+    resumed = trainer(tmp_path, [ProgressBar()], enable_progress_bar=True, max_steps=steps, **options)
+    resumed.fit(Tiny(), loader(8), ckpt_path=tmp_path / "a.ckpt")
+    assert totals == expected

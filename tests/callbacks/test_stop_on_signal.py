@@ -162,6 +162,9 @@ def test_the_next_run_is_not_stopped_by_an_old_signal(tmp_path: Path):
     assert again.global_step == 4
 
 
-def test_checkpoints_that_no_signal_saves_are_announced(tmp_path: Path):
+def test_checkpoints_that_no_signal_saves_are_announced(tmp_path: Path, recwarn: pytest.WarningsRecorder):
+    saving = [StopOnSignal(), pl.callbacks.ModelCheckpoint()]
+    trainer(tmp_path, saving, fast_dev_run=True).fit(Tiny(), loader(1))
+    assert not any("StopOnSignal" in str(warned.message) for warned in recwarn)
     with pytest.warns(UserWarning, match="StopOnSignal saves nothing without the callback LastCheckpoint"):
-        trainer(tmp_path, [StopOnSignal(), pl.callbacks.ModelCheckpoint()], max_epochs=1).fit(Tiny(), loader(1))
+        trainer(tmp_path, saving, max_epochs=1).fit(Tiny(), loader(1))

@@ -468,6 +468,16 @@ def test_settings_of_the_run_that_a_configuration_overrides_are_told(run: Path, 
     Path("tiny.yaml").write_text(yaml.safe_dump(TINY).replace("RAdam", "Adam"))
     with pytest.warns(UserWarning, match="the run: model.optimizer is Adam, in the run RAdam. --name and"):
         main(["test", "--ckpt_path", str(run), *given])
+    changed = {**TINY, "data": spec("PixelSequences", dataset="digits", batch_size=64)}
+    changed["trainer"] = {**TINY["trainer"], "callbacks": [spec("FeatureRedraw")]}
+    Path("tiny.yaml").write_text(yaml.safe_dump(changed))
+    data = "data.batch_size is 64, in the run 128"
+    with pytest.warns(UserWarning, match=f"the run: {data}. --name"):
+        main(["test", "--ckpt_path", str(run), *given])
+    with pytest.warns(
+        UserWarning, match=f"the run: {data}; trainer.callbacks is FeatureRedraw, in the run none. --name"
+    ):
+        main(["fit", "--ckpt_path", str(run), *given, "--trainer.max_epochs", "2"])
 
 
 def test_a_flag_that_resuming_would_drop_is_refused(run: Path, capsys: pytest.CaptureFixture[str]):

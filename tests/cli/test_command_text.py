@@ -131,6 +131,20 @@ def test_testing_scores_every_byte_once_with_the_memory_handed_on(run: Path, cap
     assert int(re.search(r"^test bytes: (\S+)$", output, re.M)[1]) == sum(map(len, texts))
 
 
+def test_a_file_that_changes_what_is_scored_is_told(caplog: pytest.LogCaptureFixture):
+    run = str(fit("--trainer.callbacks", "null", "--trainer.max_steps", "1"))
+    Path("tiny.yaml").write_text(yaml.safe_dump(TINY).replace("root: texts", "root: other"))
+    write_texts("other", "cats")
+    words = (
+        "of the run: data.root is other, in the run texts; trainer.callbacks is MemoryCarry, in the run none. --name"
+    )
+    with pytest.warns(UserWarning, match=words):
+        main(["test", "--ckpt_path", run, "--config", "tiny.yaml"])
+    flags = ["--data.root", "other", "--trainer.callbacks", "null"]
+    main(["test", "--ckpt_path", run, "--config", "tiny.yaml", *flags])
+    assert "overrides" not in caplog.text
+
+
 def test_predictions_are_a_line_a_document_and_average_to_the_test_result(
     run: Path, capsys: pytest.CaptureFixture[str]
 ):

@@ -26,6 +26,9 @@ def test_every_command(tokens: str, tmp_path: Path, monkeypatch: pytest.MonkeyPa
     main(["generate", *checkpoint, "--prompt", "a 😀 rose 𝕏", "--n_tokens", "4", "--output", "samples😀"])
     assert "a 😀 rose 𝕏" in Path("samples😀", "samples.txt").read_text(encoding="utf-8")
     main(["report", str(run), "--output", "report😀.html"])
-    assert "texts😀" in Path("report😀.html").read_text(encoding="utf-8")
+    page = Path("report😀.html").read_text(encoding="utf-8")
+    assert "texts😀" in page
+    assert "bits_per_target" not in page  # of rows, which are no documents
+    assert "No predictions" not in page
     main(["export", *checkpoint, "--format", "safetensors", "--output", "it😀.safetensors"])
     assert Path("it😀.safetensors").exists()

@@ -9,6 +9,7 @@ import torch
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
+from lit_effattn.callbacks.lightning_internals import is_within_epoch
 from lit_effattn.checkpoints.folders import gathered
 from lit_effattn.distributed.sharding import heads_of
 
@@ -28,7 +29,8 @@ class RandomStates(pl.Callback):
 
     def __init__(self, restore: bool = True) -> None:
         self.restore = restore
-        self._loaded: dict[str, Any] | None = None
+        self._loaded: dict[str, Any] | None = None  # until the first batch
+        self._begins_epoch = False  # whether the run resumes with the first batch of an epoch
         self._before_validation: dict[str, Any] | None = None  # while a validation runs
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
@@ -54,10 +56,20 @@ class RandomStates(pl.Callback):
                 "states start from the seed again, and the run won't repeat the uninterrupted one exactly."
             )
 
+    def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Restore the state before an epoch begins: a loader without a `generator` draws from torch's."""
+        if self._loaded is not None:
+            _restore(self._loaded, torch.device("cpu"))
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Note whether an epoch begins. Within one, its loader has drawn before the state was saved."""
+        self._begins_epoch = not is_within_epoch(trainer)
+
     def on_train_batch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any) -> None:
         """Restore the state before the first batch, since setting up loaders and progress bars draws numbers too."""
         if self._loaded is not None:
-            _restore(self._loaded, pl_module.device)
+            drawn = {"torch": torch.get_rng_state()} if self._begins_epoch else {}
+            _restore({**self._loaded, **drawn}, pl_module.device)
             self._loaded = None
 
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:

@@ -8,6 +8,8 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
+from lit_effattn.datamodules.common.tokens import as_row
+
 _SHOWN = 10  # classes that a message names
 
 
@@ -44,7 +46,7 @@ def pad_labelled(items: Sequence[tuple[Any, int]]) -> LabelledBatch:
         LabelledBatch(x=tensor([[7, 8, 9],
                 [4, 0, 0]]), labels=tensor([1, 0]), lengths=tensor([3, 1]), indices=None, starts=None)
     """
-    rows = [torch.as_tensor(x) for x, _ in items]
+    rows = [as_row(x) for x, _ in items]
     lengths = torch.tensor([len(row) for row in rows])
     labels = torch.tensor([int(label) for _, label in items])
     return LabelledBatch(pad_sequence(rows, batch_first=True), labels, lengths)

@@ -138,14 +138,16 @@ class ResumableLoader(DataLoader[Any]):
     sampler: BatchSampler
     _epoch = 0  # epoch of the latest iteration, whose next batch has index `_batches`
     _batches = 0
+    _ended = False  # whether that iteration has ended: Lightning's stop after the last batch
     _loaded: dict[str, int] | None = None
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
         self._epoch, self._batches = self.sampler.epoch, self._first_batch()
-        self.sampler.start = self._batches
+        self.sampler.start, self._ended = self._batches, False
         for batch in super().__iter__():
             self._batches += 1
             yield batch
+        self._ended = True
         self.sampler.set_epoch(self._epoch + 1)
 
     def _first_batch(self) -> int:
@@ -163,7 +165,8 @@ class ResumableLoader(DataLoader[Any]):
     def state_dict(self) -> dict[str, Any]:
         """Return the epoch, its batches returned so far, their number and division, the seed, and what the data are."""
         counts = {"epoch": self._epoch, "batches": self._batches, "n_batches": len(self)}
-        return {**counts, "division": self.sampler.division, "seed": self.sampler.seed, "data": self._identity}
+        counts |= {"division": self.sampler.division, "seed": self.sampler.seed}
+        return {**counts, "ended": self._ended, "data": self._identity}
 
     @property
     def _identity(self) -> dict[str, Any]:
@@ -195,7 +198,8 @@ class ResumableLoader(DataLoader[Any]):
             raise ValueError(f"the checkpoint's loader is at batch {counts['batches']} of {counts['n_batches']}")
         self._loaded = counts
         self._epoch, self._batches = state_dict["epoch"], state_dict["batches"]
-        self.sampler.set_epoch(self._epoch)
+        self._ended = state_dict.get("ended") is True
+        self.sampler.set_epoch(self._epoch + self._ended)
 
 
 def digest(*parts: Any) -> str:

@@ -63,12 +63,17 @@ def pad_tokens(items: Sequence[tuple[Any, Any]]) -> TokenBatch:
         >>> batch.inputs.tolist(), batch.targets.tolist(), batch.lengths.tolist()
         ([[7, 8, 9], [4, 0, 0]], [[8, 9, 7], [5, -100, -100]], [3, 1])
     """
-    inputs, targets = ([torch.as_tensor(row) for row in side] for side in zip(*items, strict=True))
+    inputs, targets = (list(map(as_row, side)) for side in zip(*items, strict=True))
     return TokenBatch(
         pad_sequence(inputs, batch_first=True),
         pad_sequence(targets, batch_first=True, padding_value=IGNORE),
         torch.tensor([len(row) for row in inputs]),
     )
+
+
+def as_row(row: Any) -> Tensor:
+    """Return a sequence as a tensor. An empty list has tokens, too, where PyTorch takes numbers."""
+    return torch.as_tensor(row, dtype=torch.long if isinstance(row, list | tuple) and not row else None)
 
 
 class PairBatch(NamedTuple):

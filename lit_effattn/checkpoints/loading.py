@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import ModuleType
 from typing import Any, TypeVar
 
 import lightning.pytorch as pl
@@ -28,7 +29,7 @@ def load_model(
     *,
     map_location: Any = None,
     strict: bool | None = None,
-    trust: Sequence[str | type] = (),
+    trust: Sequence[str | type | ModuleType] = (),
     average: int | None = None,
     arguments: Mapping[str, Any] | None = None,
     content: dict[str, Any] | None = None,
@@ -56,7 +57,7 @@ def build_model(
     kind: type[M],
     path: Path,
     content: Mapping[str, Any],
-    trust: Sequence[str | type] = (),
+    trust: Sequence[str | type | ModuleType] = (),
     arguments: Mapping[str, Any] | None = None,
 ) -> M:
     """Build the model that the content of a checkpoint describes, without its weights: see `load_model`."""
@@ -71,7 +72,7 @@ def build_model(
         return model
 
 
-def allowed_in(path: Path, trust: Sequence[str | type] = ()) -> Allowed:
+def allowed_in(path: Path, trust: Sequence[str | type | ModuleType] = ()) -> Allowed:
     """Return the classes that a checkpoint may name: if it is of a run of the user's, also those of that run."""
     return Allowed(short(path), Trust([*trust, *own_classes(path)]))
 

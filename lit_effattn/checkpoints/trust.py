@@ -36,16 +36,17 @@ class Trust:
     """The modules, classes and functions that the user trusts, in addition to the registered classes.
 
     Args:
-        names: Modules of the user's own, all of whose classes and functions are trusted; full names of classes or
-            functions of any module; or classes themselves. The modules are imported.
+        names: Modules of the user's own or their names, all of whose classes and functions are trusted; full names of
+            classes or functions of any module; or classes themselves. The modules are imported.
 
     Raises:
         ValueError: If a name does not exist or can't be imported, or is a module that is installed or part of Python.
     """
 
-    def __init__(self, names: Sequence[str | type] = ()) -> None:
+    def __init__(self, names: Sequence[str | type | ModuleType] = ()) -> None:
         if isinstance(names, str):
             raise ValueError(f"trust={names!r} is one string; give a tuple of names: trust=({names!r},)")
+        names = [name.__name__ if isinstance(name, ModuleType) else name for name in names]
         self._trusted = [
             _trusted(name) if isinstance(name, str) else _Trusted(f"{name.__module__}.{name.__qualname__}", name, None)
             for name in names

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lit_effattn.ops.runtime.operators import Operator
+from lit_effattn.ops.runtime.operators import Operator, in_forward_mode
 from lit_effattn.sequence import accumulator, reads_values
 
 NOWHERE = -(2**30)
@@ -188,7 +188,7 @@ def attend_in_chunks(
         NotImplementedError: On the CPU, if the gradient is differentiated; the plain form supports that.
     """
     grid = _grid(chunks, chunk_size, before, earlier)
-    if plain or x.device.type != "cpu":
+    if plain or x.device.type != "cpu" or in_forward_mode():
         return _attend_at_once(x, v, places, grid, chunks.slots, n_buckets, causal)
     if before is None:
         before = grid.new_zeros(len(x))

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from itertools import zip_longest
 from pathlib import Path
+from types import ModuleType
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
 
 import lightning.pytorch as pl
@@ -212,7 +213,7 @@ class Task(HasInitArgs, pl.LightningModule):
         map_location: Any = None,
         strict: bool | None = None,
         weights_only: Literal[True] | None = None,
-        trust: Sequence[str | type] = (),
+        trust: Sequence[str | type | ModuleType] = (),
         average: int | None = None,
         **kwargs: Any,
     ) -> Self:

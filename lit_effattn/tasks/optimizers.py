@@ -158,7 +158,8 @@ def without_decay(model: nn.Module, *, decay_biases_and_gains: bool = True) -> l
         ValueError: If a module names what is not one of its parameters.
     """
     exempt: list[nn.Parameter] = []
-    for module in model.modules():
+    for path, module in model.named_modules():
+        in_list = path.rpartition(".")[2] if isinstance(module, nn.ParameterList) else None
         own = dict(module.named_parameters(recurse=False))
         named = getattr(module, "no_weight_decay", ())
         if isinstance(named, str) or not set(named) <= own.keys():
@@ -169,7 +170,7 @@ def without_decay(model: nn.Module, *, decay_biases_and_gains: bool = True) -> l
         exempt += [
             parameter
             for name, parameter in own.items()
-            if name in named or (not decay_biases_and_gains and _is_bias_or_gain(module, name))
+            if name in named or (not decay_biases_and_gains and _is_bias_or_gain(module, in_list or name))
         ]
     return exempt
 

@@ -1,15 +1,18 @@
 import random
 import warnings
 from io import BytesIO
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
+from torch.utils.data import DataLoader
 
-from lit_effattn.callbacks import RandomStates
+from lit_effattn.callbacks import LastCheckpoint, RandomStates
 from lit_effattn.callbacks.random_states import RANDOM_STATES_KEY
 from lit_effattn.distributed.sharding import ShardedStrategy
+from tests.callbacks.tiny import Tiny, trainer
 
 CPU = SimpleNamespace(device=torch.device("cpu"))
 
@@ -132,3 +135,21 @@ def test_another_number_of_processes_is_told():
     seeded(5)
     callback.on_train_batch_start(one_process(), CPU)
     assert draw() == expected
+
+
+@pytest.mark.parametrize("shuffle", [False, True])
+def test_a_run_resumes_exactly_with_a_loader_that_draws_from_the_state(shuffle: bool, tmp_path: Path):
+    """At the end of an epoch, after which its iterator draws a seed, and the order of the items."""
+
+    def fit(folder: Path, n_epochs: int, path: Path | None = None) -> Tiny:
+        torch.manual_seed(5)
+        model = Tiny()
+        loader = DataLoader(torch.linspace(1, 2, 4), batch_size=1, shuffle=shuffle)
+        callbacks = [RandomStates(), LastCheckpoint()]
+        trainer(folder, callbacks, max_epochs=n_epochs).fit(model, loader, ckpt_path=path)
+        return model
+
+    whole, part = fit(tmp_path / "whole", 3), fit(tmp_path / "part", 2)
+    resumed = fit(tmp_path / "part", 3, tmp_path / "part" / "checkpoints" / "last.ckpt")
+    assert part.drawn + resumed.drawn == whole.drawn
+    assert torch.equal(resumed.weight, whole.weight)

@@ -1,3 +1,4 @@
+import importlib
 import sys
 from pathlib import Path
 
@@ -50,6 +51,12 @@ def test_a_class_itself_can_be_trusted():
     trust = Trust([Here])
     assert trust.has(Here)
     assert trust.get(f"{__name__}.{Here.__qualname__}") is Here
+
+
+@pytest.mark.usefixtures("mine")
+def test_a_module_itself_can_be_trusted():
+    module = importlib.import_module("mine")
+    assert Trust([module]).get("mine.inner.Other") is module.inner.Other
 
 
 def test_one_string_is_no_list_of_names():

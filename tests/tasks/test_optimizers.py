@@ -23,6 +23,7 @@ from lit_effattn.attention import (
 )
 from lit_effattn.attention.positions import LearnedPositions
 from lit_effattn.cli import main
+from lit_effattn.nn.adaptive import AdaptiveHead
 from lit_effattn.nn.encoder_decoder import EncoderDecoder
 from lit_effattn.tasks.optimizers import MuonWithAdamW, hidden_matrices, without_decay
 from lit_effattn.tasks.schedules import WarmupStableDecay
@@ -143,6 +144,9 @@ def test_biases_and_gains_are_those_of_every_kind_of_layer():
     exempt = names(made, without_decay(made, decay_biases_and_gains=False))
     assert {"backbone.blocks.0.attention.u", "backbone.blocks.0.attention.v", "backbone.norm.weight"} < exempt
     assert not [name for name in exempt if name.endswith("weight") and "norm" not in name]
+    made = LanguageModel(LSTM(8, 1), 9, head=partial(AdaptiveHead, cutoffs=[4, 6], div_value=2))
+    exempt = names(made, without_decay(made, decay_biases_and_gains=False))
+    assert {name for name in exempt if name.startswith("head.biases")} == {f"head.biases.{i}" for i in range(3)}
     made = LanguageModel(LSTM(8, 1), 9)
     assert names(made, without_decay(made, decay_biases_and_gains=False)) == {
         "backbone.layers.0.bias",

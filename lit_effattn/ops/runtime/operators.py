@@ -109,6 +109,8 @@ def _chosen(
     shared: int,
     obstacle: str | None,
 ) -> Form:
+    if form is None and in_forward_mode():
+        return "plain"
     chosen, is_forced = form or default_form(device), bool(form or os.environ.get(KERNELS))
     if chosen == "triton":
         obstacle = _obstacle_of_device(device) or obstacle or _obstacle_of_types(dtypes) or _obstacle_of_width(width)
@@ -129,6 +131,13 @@ def _chosen(
         raise ValueError(f"{asked}, but the kernels of {what} can't be used: {obstacle}")
     _notice(what, obstacle)
     return "plain"
+
+
+@torch.compiler.assume_constant_result
+def in_forward_mode() -> bool:
+    """Return whether `torch.func` computes derivatives forwards (jvp, jacfwd). Operators would give it zeros."""
+    functorch: Any = torch._C._functorch
+    return any(level.key() == functorch.TransformType.Jvp for level in functorch.get_interpreter_stack() or ())
 
 
 def _obstacle_of_device(device: torch.device) -> str | None:

@@ -185,6 +185,16 @@ def test_state_of_a_finished_epoch_is_void_in_the_next():
         assert epoch_of(second, resumed_at) == expected
 
 
+def test_a_loop_of_ones_own_goes_on_with_the_epoch_after_a_whole_one():
+    first, second = loader(), loader()
+    epochs = [[batch.tolist() for batch in first] for _ in range(2)]
+    second.load_state_dict(first.state_dict())
+    assert second.state_dict() == first.state_dict()
+    expected = epoch_of(loader(), 2)
+    assert [batch.tolist() for batch in second] == expected
+    assert expected not in epochs
+
+
 def test_an_epoch_cut_short_is_void_in_the_next():
     first = loader()
     next(iter(first))  # limit_train_batches=1

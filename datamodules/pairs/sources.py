@@ -145,10 +145,14 @@ def source_lines(path: Path) -> list[str]:
 
     Raises:
         FileNotFoundError: If there is no such file.
-        ValueError: If a line is empty or not UTF-8, or there is none.
+        ValueError: If a line is empty or not UTF-8, or there is none, or the file has records.
     """
     if not path.is_file():
         raise FileNotFoundError(f"source_file={str(path)!r}: there is no such file ({path.resolve()})")
+    if path.name.lower().endswith(SUFFIXES):
+        raise ValueError(
+            f"source_file={str(path)!r} has records, where a line must be a text; write the texts alone to a .txt file"
+        )
     texts = []
     for where, line in read_lines(path):
         if isinstance(line, Fault) or not line.strip():

@@ -38,7 +38,10 @@ class Outcome(NamedTuple):
             return self.reason
         if self._validated:
             return "its validation metric was never finite"
-        return "it ended before its first validation; train longer, or give a smaller --trainer.val_check_interval"
+        return (
+            "it ended before its first validation; train longer, or give a smaller --trainer.val_check_interval or "
+            "--trainer.check_val_every_n_epoch"
+        )
 
     @property
     def _validated(self) -> Sequence[float]:

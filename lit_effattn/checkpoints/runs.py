@@ -202,7 +202,7 @@ def find_checkpoint(name: str, root: Path, *, option: str = "--ckpt_path") -> Pa
         if name == "best" and is_checkpoint(newest / LAST):
             raise FileNotFoundError(
                 f"{option} best: {short(newest)} has no best.ckpt, which the first validation saves; give {option} "
-                "last, or train for more steps than --trainer.val_check_interval"
+                "last, or train on until --trainer.val_check_interval or --trainer.check_val_every_n_epoch has passed"
             )
         raise FileNotFoundError(
             f"{option} {name}: no run under {folder.resolve()} {'(the newest run is there) ' * bool(checkpoints)}has a "

@@ -9,14 +9,14 @@ from lightning.pytorch.cli import LightningArgumentParser
 from lit_effattn.cli.errors import fault
 from lit_effattn.cli.help import arranged
 from lit_effattn.settings.arguments import Arguments
-from lit_effattn.settings.texts import keep_texts
+from lit_effattn.settings.texts import TextParser, keep_texts
 
 
 class UsageError(Exception):
     """The arguments are invalid. The message is that of jsonargparse."""
 
 
-class Parser(LightningArgumentParser):
+class Parser(TextParser):
     """A parser that raises `UsageError` instead of exiting, without abbreviations of options.
 
     The help of a `command` is `arranged`, with `all_options` or without those of Lightning's trainer.
@@ -64,14 +64,6 @@ class Parser(LightningArgumentParser):
         """Parse arguments; text stays text."""
         keep_texts(self)
         return super().parse_args(*args, **options)
-
-    def parse_object(self, obj: Any, namespace: Any = None, **options: Any) -> Any:
-        """Parse plain data; text stays text.
-
-        `namespace`, a nested class's values before, is left out where it equals `obj`: each level would parse both.
-        """
-        keep_texts(self)
-        return super().parse_object(obj, namespace=None if obj == namespace else namespace, **options)
 
     def _parse_common(self, *args: Any, **options: Any) -> Any:
         """Let the outermost parser add the defaults of nested classes: each level that does so too triples the work.

@@ -7,10 +7,9 @@ from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
-from lightning.pytorch.cli import LightningArgumentParser
 
 from lit_effattn.checkpoints.build import Allowed, arguments_of
-from lit_effattn.settings.texts import keep_texts
+from lit_effattn.settings.texts import TextParser
 from lit_effattn.tasks import Task
 
 
@@ -79,9 +78,8 @@ def build_data(spec: Any) -> pl.LightningDataModule:
     Raises:
         ValueError: If an option is invalid.
     """
-    parser = LightningArgumentParser(exit_on_error=False)
+    parser = TextParser(exit_on_error=False)
     parser.add_subclass_arguments(pl.LightningDataModule, "data", required=True)
-    keep_texts(parser)
     builder = Builder()
     parser.add_instantiator(builder, object)
     with builder.errors():

@@ -12,6 +12,7 @@ from typing import Any, get_args, get_origin
 from jsonargparse import ArgumentParser
 from jsonargparse._typehints import ActionTypeHint
 from jsonargparse._util import NestedArg
+from lightning.pytorch.cli import LightningArgumentParser
 
 from lit_effattn.checkpoints.build import members
 
@@ -55,6 +56,18 @@ class _Option(ActionTypeHint):
     def _is_list(self, value: str) -> bool:
         """Return whether the type has lists, and the value is in brackets."""
         return value.strip().startswith("[") and any(get_origin(kind) is list for kind in members(self._typehint))
+
+
+class TextParser(LightningArgumentParser):
+    """A parser whose text stays text, in nested classes too: their parsers are of this class."""
+
+    def parse_object(self, obj: Any, namespace: Any = None, **options: Any) -> Any:
+        """Parse plain data.
+
+        `namespace`, a nested class's values before, is left out where it equals `obj`: each level would parse both.
+        """
+        keep_texts(self)
+        return super().parse_object(obj, namespace=None if obj == namespace else namespace, **options)
 
 
 def keep_texts(parser: ArgumentParser) -> None:

@@ -108,7 +108,15 @@ def check_trainer(config: Any, command: str) -> None:
 def announce_unvalidated(config: Any) -> None:
     """Print a line if training ends before its first validation, which is what saves best.ckpt."""
     every, n_batches = config.val_check_interval, config.max_steps * config.accumulate_grad_batches
-    if isinstance(every, int) and config.limit_val_batches != 0 and 0 <= n_batches < every:
+    if config.limit_val_batches == 0:
+        return
+    epochs = 1 if isinstance(every, int) else config.check_val_every_n_epoch or 1
+    if 0 < (config.max_epochs or 0) < epochs:
+        rank_zero_info(
+            f"There will be no validation and no best.ckpt: --trainer.check_val_every_n_epoch {epochs} is more than "
+            f"--trainer.max_epochs {config.max_epochs}"
+        )
+    if isinstance(every, int) and 0 <= n_batches < every:
         rank_zero_info(
             f"There will be no validation and no best.ckpt: --trainer.val_check_interval {every} is more than the "
             f"{n_batches} training batches that --trainer.max_steps {config.max_steps} allows"

@@ -109,6 +109,9 @@ def test_training_that_ends_before_its_first_validation_is_announced(caplog: pyt
     expected = "no validation and no best.ckpt: --trainer.val_check_interval 3 is more than the 2 training batches"
     assert expected in caplog.text
     assert [path.name for path in (run / "checkpoints").iterdir()] == ["last.ckpt"]
+    run = fit("--trainer.check_val_every_n_epoch", "2", "--trainer.max_epochs", "1")
+    assert "best.ckpt: --trainer.check_val_every_n_epoch 2 is more than --trainer.max_epochs 1" in caplog.text
+    assert [path.name for path in (run / "checkpoints").iterdir()] == ["last.ckpt"]
 
 
 def test_testing_reports_what_the_checkpoint_scores(run: Path, capsys: pytest.CaptureFixture[str]):

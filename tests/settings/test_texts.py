@@ -16,6 +16,7 @@ from lit_effattn.cli.parser import Parser
 from lit_effattn.datamodules import SpeechCorpus, SpeechData
 from lit_effattn.hparams import parameters, subclasses
 from lit_effattn.settings.arguments import Arguments
+from lit_effattn.settings.building import build_data
 from lit_effattn.settings.texts import is_text
 from lit_effattn.settings.yaml_text import dump_yaml
 
@@ -107,3 +108,10 @@ def test_a_prompt_with_a_sign_of_yaml_begins_the_text(capsys: pytest.CaptureFixt
     for prompt in ("#include <stdio.h>", "null", "x: y.wav"):
         main(["generate", "--ckpt_path", "model:stdlib", "--prompt", prompt, "--n_tokens", "2"])
         assert capsys.readouterr().out.startswith(prompt)
+
+
+def test_data_that_are_built_alone_keep_their_texts():
+    manifests = {"train": "~", "val": "# a", "test": "c", "lexicon": None, "folding": "null"}
+    corpus = {"class_path": "ManifestCorpus", "init_args": manifests}
+    data: Any = build_data({"class_path": "SpeechData", "init_args": {"corpus": corpus}})
+    assert [data.corpus.folding, *data.places[:2]] == [Path("null"), Path("~"), Path("# a")]

@@ -493,6 +493,9 @@ def test_lines_that_cannot_be_predicted_are_named(tmp_path, content, message):
     (tmp_path / "lines.txt").write_bytes(content)
     with pytest.raises(ValueError, match=message):
         tsv(tmp_path, "predict", source_file=str(tmp_path / "lines.txt"))
+    (tmp_path / "lines.TSV").write_text("a\tb\n")
+    with pytest.raises(ValueError, match=r"source_file='.*lines.TSV' has records, where a line must be a text"):
+        tsv(tmp_path, "predict", source_file=str(tmp_path / "lines.TSV"))
     with pytest.raises(FileNotFoundError, match="source_file='nowhere'"):
         tsv(tmp_path, "predict", source_file="nowhere")
 

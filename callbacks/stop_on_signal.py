@@ -43,9 +43,8 @@ class StopOnSignal(pl.Callback):
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Install the signal handlers. Warn if other callbacks save checkpoints, but none at a signal."""
-        saving = trainer.checkpoint_callbacks
-        is_run = not getattr(trainer, "fast_dev_run", False)
-        if is_run and saving and not any(isinstance(callback, LastCheckpoint) for callback in saving):
+        saving = [] if getattr(trainer, "fast_dev_run", False) else trainer.checkpoint_callbacks
+        if saving and not any(isinstance(callback, LastCheckpoint) for callback in saving):
             rank_zero_warn("StopOnSignal saves nothing without the callback LastCheckpoint; add it to the trainer")
         self._receiver = Receiver(self._announce)
         self._training = True
